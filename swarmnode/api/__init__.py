@@ -1,0 +1,1 @@
+"""The HTTP API: OpenAI shapes and administration."""

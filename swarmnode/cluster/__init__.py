@@ -1,0 +1,1 @@
+"""The rules of the swarm: membership, placement, ring life. No I/O, no torch, no clock."""

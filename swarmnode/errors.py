@@ -1,0 +1,149 @@
+"""Every failure swarmnode reports: a stable code, whether a retry can help, and the HTTP status it maps to.
+
+Foreign exceptions are mapped to these once, at the boundary where they enter. An error crosses processes as
+(code, message); `from_wire` brings it back.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+MAX_MESSAGE_CHARS = 2000
+"""Longer messages are cut before they travel: a traceback from a peer must not fill a client's screen."""
+
+
+class SwarmError(Exception):
+    """Base of all expected failures. `str(error)` tells the user what happened and what to do."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message[:MAX_MESSAGE_CHARS]
+        self.param = param
+
+
+class InvalidRequest(SwarmError):
+    """The caller sent something that is never allowed; `param` names the field."""
+
+    code, status = "invalid_request", 400
+
+
+class InvalidTemplate(SwarmError):
+    """The model's chat template refused these messages."""
+
+    code, status = "invalid_messages", 400
+
+
+class ContextTooLong(SwarmError):
+    """The conversation can never fit the ring's KV budget or the model's context."""
+
+    code, status = "context_too_long", 413
+
+
+class ModelNotFound(SwarmError):
+    code, status = "model_not_found", 404
+
+
+class ModelNotLoaded(SwarmError):
+    """The model is known but no ring serves it now."""
+
+    code, status, retryable = "model_not_loaded", 503, True
+
+
+class PeerNotFound(SwarmError):
+    code, status = "peer_not_found", 404
+
+
+class Conflict(SwarmError):
+    """The object is in a state that does not allow the call (already loading, still running)."""
+
+    code, status = "conflict", 409
+
+
+class Overloaded(SwarmError):
+    """The waiting room is full."""
+
+    code, status, retryable = "overloaded", 503, True
+
+
+class LoadRefused(SwarmError):
+    """A load that cannot work, found by arithmetic before anything was loaded; the message holds the numbers."""
+
+    code, status = "load_refused", 400
+
+
+class LoadFailed(SwarmError):
+    """A load that was tried and did not come up."""
+
+    code, status = "load_failed", 500
+
+
+class StageLost(SwarmError):
+    """A stage's process, node or link went away while it held sessions."""
+
+    code, status, retryable = "stage_lost", 503, True
+
+
+class StageFailed(SwarmError):
+    """A stage's forward raised for this session only."""
+
+    code, status = "stage_failed", 500
+
+
+class ModelUnloading(SwarmError):
+    code, status, retryable = "model_unloading", 503, True
+
+
+class Stalled(SwarmError):
+    """No progress within the deadline."""
+
+    code, status, retryable = "stalled", 504, True
+
+
+class ProtocolError(SwarmError):
+    """The other end broke the wire's rules; the link is closed."""
+
+    code, status = "protocol_error", 502
+
+
+class LinkBroken(SwarmError):
+    """A connection ended, was refused or timed out."""
+
+    code, status, retryable = "link_broken", 502, True
+
+
+class InvalidModel(SwarmError):
+    """A model source or servable that is refused; the message says which file and why."""
+
+    code, status = "invalid_model", 400
+
+
+class FetchFailed(SwarmError):
+    """A file could not be brought or did not match its checksum."""
+
+    code, status, retryable = "fetch_failed", 502, True
+
+
+class NoSpace(SwarmError):
+    """The disk cannot hold what was asked for."""
+
+    code, status = "no_space", 507
+
+
+class InternalError(SwarmError):
+    """A bug; the log of the process that met it holds the traceback."""
+
+
+def _subclasses(cls: type[SwarmError]) -> list[type[SwarmError]]:
+    return [cls, *(found for sub in cls.__subclasses__() for found in _subclasses(sub))]
+
+
+def from_wire(code: str, message: str) -> SwarmError:
+    """Rebuild an error that another process sent; an unknown code becomes InternalError and keeps its text."""
+    for cls in _subclasses(SwarmError):
+        if cls.code == code and cls is not SwarmError:
+            return cls(message)
+    return InternalError(f"{code}: {message}")

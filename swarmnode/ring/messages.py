@@ -1,0 +1,111 @@
+"""What stages of one ring say to each other: frozen messages, one class per frame kind.
+
+`Epoch` is (the document's ring epoch, the head's reset count). Per session: `gen` (a lower one is dropped, a higher
+one crops to `pos`), `pos` (where the positions start). `compute_ms` collects each stage's compute in order as the
+message travels, `queue_ms` the time it waited behind other work, summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swarmnode.ids import SessionId
+    from swarmnode.ring.work import Activation, Sampling
+
+Epoch = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A prompt piece on its way round (lane `pre`): positions pos … pos+len(ids)-1."""
+
+    session: SessionId
+    gen: int
+    pos: int
+    ids: tuple[int, ...]
+    last: bool
+    hidden: Activation
+    sampling: Sampling | None = None
+    compute_ms: tuple[float, ...] = ()
+    queue_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PieceDone:
+    """The last stage's answer to every piece (lane `tok`); `token` only for the prompt's last piece."""
+
+    session: SessionId
+    gen: int
+    pos: int
+    n: int
+    token: int | None = None
+    compute_ms: tuple[float, ...] = ()
+    queue_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A session's part of a decode group: one position (n = 1 until drafts exist) from `pos`."""
+
+    session: SessionId
+    gen: int
+    pos: int
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A decode group on its way round (lane `act`): one frame, one row of `hidden` per entry of `rows`."""
+
+    rows: tuple[Row, ...]
+    hidden: Activation
+    compute_ms: tuple[float, ...] = ()
+    queue_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The last stage's answer to a group (lane `tok`); may hold fewer rows than the group had."""
+
+    rows: tuple[Row, ...]
+    tokens: tuple[int, ...]
+    compute_ms: tuple[float, ...] = ()
+    queue_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The session is over (also a cancel): free it at once and keep a floor. Sent on `act` and on `pre`."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last stage has seen `End` on both lanes (lane `tok`): nobody holds the session any more."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A stage had to end a session by itself; travels on to the head, which answers the client and sends `End`."""
+
+    session: SessionId
+    gen: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A throwaway message that goes all the way round before a ring counts as ready; `lane` is "act" or "pre"."""
+
+    nonce: int
+    lane: str
+    hops: int = 0
+
+
+RingMessage = Piece | PieceDone | Group | Tokens | End | Ended | Failed | Probe

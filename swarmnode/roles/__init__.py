@@ -1,0 +1,1 @@
+"""The async services a node runs: coordinator and peer."""

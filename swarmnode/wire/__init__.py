@@ -1,0 +1,1 @@
+"""Frames, HTTP/2 sessions and links between nodes."""
