@@ -108,4 +108,19 @@ class Probe:
     hops: int = 0
 
 
-RingMessage = Piece | PieceDone | Group | Tokens | End | Ended | Failed | Probe
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A neighbour or a link of this ring is gone; every session of the epoch ends. `stage` noticed it."""
+
+    stage: int
+
+
+RingMessage = Piece | PieceDone | Group | Tokens | End | Ended | Failed | Probe | Broken
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message on a lane of the ring: "act" (decode, control), "pre" (prompt pieces) or "tok" (answers)."""
+
+    lane: str
+    message: RingMessage

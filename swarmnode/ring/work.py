@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from swarmnode.ids import SessionId
 
@@ -36,6 +36,16 @@ class Activation:
     dtype: str
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
+
+    def take_rows(self, keep: Sequence[int]) -> Activation:
+        """The rows `keep` of a (rows, …) activation, in that order; self when that is all of them."""
+        rows = self.shape[0]
+        if len(keep) == rows:
+            return self
+        view = memoryview(self.data)
+        stride = len(view) // rows
+        data = b"".join(view[i * stride : (i + 1) * stride] for i in keep)
+        return Activation(self.dtype, (len(keep), *self.shape[1:]), data)
 
 
 @dataclass(frozen=True, slots=True)

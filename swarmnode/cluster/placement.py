@@ -1,0 +1,199 @@
+"""Where a model's stages go: arithmetic over layer sizes and the peers' memory, refused with the numbers.
+
+Nothing here loads anything. Bytes per parameter follow the serving dtype; the KV cache is planned for the sessions
+the ring is meant to hold together; a fixed share of headroom covers workspace and the allocator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmnode.cluster.partition import balanced_boundaries
+from swarmnode.errors import LoadRefused, PeerNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from swarmnode.ids import NodeId
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+HEADROOM = 1.2
+"""Weights and KV are multiplied by this: activations, one prompt piece's scores, fragmentation."""
+WORKER_BYTES = 350 << 20
+"""What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What placement needs to know of a model; parameters per layer, values of KV per position and layer."""
+
+    layer_params: tuple[int, ...]
+    embed_params: int
+    head_params: int
+    kv_values_per_token_layer: int
+    context_tokens: int
+    recorded_stages: int
+    recorded_boundaries: tuple[int, ...] | None
+    weightless: bool = False
+    """A scripted servable: no torch, no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResources:
+    """A connected peer as placement sees it. `memory_bytes` is what it offers to this load."""
+
+    node: NodeId
+    name: str
+    memory_bytes: int
+    busy_with: str | None = None
+    """The model it already holds, where it may hold no further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the load asked for; None and () leave the choice to the plan."""
+
+    num_stages: int | None
+    peers: tuple[str, ...]
+    dtype: str
+    """Serving dtype, already resolved: "float32" or "bfloat16"."""
+    in_flight: int | None = None
+    """SWARM_SERVE_IN_FLIGHT; None: 4 × stages."""
+    typical_tokens: int = 1024
+    min_context_tokens: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage on one peer, with the bytes the arithmetic expects it to take."""
+
+    peer: PeerResources
+    first_layer: int
+    end_layer: int
+    weight_bytes: int
+    kv_token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement that fits. `kv_tokens` is what every stage can hold, all sessions together."""
+
+    stages: tuple[StagePlan, ...]
+    context_tokens: int
+    kv_tokens: int
+    max_in_flight: int
+
+
+def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources]) -> Plan:
+    """Cut the model, choose peers and size the KV budget; raises LoadRefused or PeerNotFound with the numbers."""
+    layers = len(shape.layer_params)
+    stages = request.num_stages or len(request.peers) or shape.recorded_stages
+    if not 1 <= stages <= layers:
+        raise LoadRefused(
+            f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}"
+        )
+    if shape.recorded_boundaries is None and stages != shape.recorded_stages:
+        raise LoadRefused(
+            f"this model records no split, so it serves only over the {shape.recorded_stages} stages it was "
+            f"exported with, not {stages}"
+        )
+    chosen = _choose_peers(request, stages, peers)
+    cuts = (0, *_boundaries(shape, stages), layers)
+    plans = tuple(
+        _stage_plan(shape, request.dtype, peer, first, end)
+        for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
+    )
+    return _budget(shape, request, plans)
+
+
+def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
+    if request.peers:
+        return _named_peers(request.peers, stages, peers)
+    idle = sorted((p for p in peers if p.busy_with is None), key=lambda p: (-p.memory_bytes, p.name))
+    if len(idle) < stages:
+        busy = [f"{p.name} (serves {p.busy_with})" for p in peers if p.busy_with is not None]
+        raise LoadRefused(
+            f"{stages} stages need {stages} free peers, {len(idle)} are connected: "
+            f"{', '.join(p.name for p in idle) or 'none'}"
+            + (f"; busy: {', '.join(busy)}" if busy else "")
+            + ". Start more peers, unload a model, or ask for fewer stages"
+        )
+    return idle[:stages]
+
+
+def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
+    if len(names) != stages:
+        raise LoadRefused(f"{len(names)} peers named for {stages} stages: name one peer per stage, in order")
+    if len(set(names)) != len(names):
+        raise LoadRefused("a peer is named twice; a peer holds one stage of a model")
+    chosen = []
+    for name in names:
+        found = [p for p in peers if name in (p.name, p.node)]
+        if not found:
+            known = ", ".join(sorted(p.name for p in peers)) or "none"
+            raise PeerNotFound(f"no peer is called {name!r}; connected peers: {known}", param="peer")
+        if found[0].busy_with is not None:
+            raise LoadRefused(f"peer {name} already serves {found[0].busy_with}; unload it first")
+        chosen.append(found[0])
+    return chosen
+
+
+def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """The recorded cut where the stage count is the recorded one, else the cut that balances parameters."""
+    if stages == shape.recorded_stages and shape.recorded_boundaries is not None:
+        return shape.recorded_boundaries
+    if shape.recorded_boundaries is None:
+        return balanced_boundaries(shape.layer_params, 0, 0, stages)
+    return balanced_boundaries(shape.layer_params, shape.embed_params, shape.head_params, stages)
+
+
+def _stage_plan(shape: ModelShape, dtype: str, peer: PeerResources, first: int, end: int) -> StagePlan:
+    params = sum(shape.layer_params[first:end])
+    params += shape.embed_params if first == 0 else 0
+    params += shape.head_params if end == len(shape.layer_params) else 0
+    kv_values = shape.kv_values_per_token_layer * (end - first)
+    size = DTYPE_BYTES[dtype]
+    return StagePlan(peer, first, end, 0 if shape.weightless else params * size, kv_values * size)
+
+
+def _budget(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...]) -> Plan:
+    """Size the KV budget: wanted in flight × a typical chat, lowered to what the smallest stage has room for."""
+    wanted_in_flight = request.in_flight or 4 * len(stages)
+    least = min(request.min_context_tokens, shape.context_tokens)
+    wanted = max(least, min(wanted_in_flight, 1 << 16) * request.typical_tokens)
+    room = min((_kv_room(shape, stage) for stage in stages), default=wanted)
+    if room < least:
+        raise LoadRefused(_too_small(shape, request, stages, least))
+    kv_tokens = min(room, max(wanted, min(room, wanted_in_flight * shape.context_tokens)))
+    in_flight = max(1, min(wanted_in_flight, kv_tokens // min(request.typical_tokens, kv_tokens)))
+    return Plan(stages, min(shape.context_tokens, kv_tokens), kv_tokens, in_flight)
+
+
+def _kv_room(shape: ModelShape, stage: StagePlan) -> int:
+    """Tokens of KV that fit beside the stage's weights."""
+    spare = stage.peer.memory_bytes / HEADROOM - stage.weight_bytes - _worker_bytes(shape)
+    return int(spare // stage.kv_token_bytes) if stage.kv_token_bytes else 1 << 24
+
+
+def _worker_bytes(shape: ModelShape) -> int:
+    return 0 if shape.weightless else WORKER_BYTES
+
+
+def _too_small(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...], least: int) -> str:
+    lines = []
+    for index, stage in enumerate(stages):
+        need = (stage.weight_bytes + _worker_bytes(shape) + least * stage.kv_token_bytes) * HEADROOM
+        if need > stage.peer.memory_bytes:
+            lines.append(
+                f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {_mib(need)} on "
+                f"{stage.peer.name}: {_mib(stage.weight_bytes)} of {request.dtype} weights, "
+                f"{_mib(least * stage.kv_token_bytes)} of KV for {least:,} tokens, "
+                f"{_mib(_worker_bytes(shape))} for the worker, 20 % headroom; it offers "
+                f"{_mib(stage.peer.memory_bytes)}"
+            )
+    return "too little memory: " + "; ".join(lines) + ". Use more stages, a smaller dtype, or raise --memory"
+
+
+def _mib(count: float) -> str:
+    return f"{count / (1 << 20):,.0f} MiB"

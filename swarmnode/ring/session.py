@@ -1,0 +1,101 @@
+"""One conversation as the head sees it: its prompt, how far it is, what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from swarmnode.ids import RequestId, SessionId
+    from swarmnode.ring.work import Sampling
+
+
+class Phase(Enum):
+    """waiting → prefill → decode → ending; a session in `ending` holds its reservation until `Ended` returns."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDING = "ending"
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Sums over a session's decode steps, in milliseconds; link time is what compute and queues do not explain."""
+
+    stage_ms: list[float] = field(default_factory=list)
+    link_ms: float = 0.0
+    queue_ms: float = 0.0
+    steps: int = 0
+
+    def add(self, wall_ms: float, compute_ms: Sequence[float], queue_ms: float, waited_ms: float) -> None:
+        """Count one step: `wall_ms` from its start on stage 0 to its token, `waited_ms` at stage 0 before it."""
+        if len(self.stage_ms) < len(compute_ms):
+            self.stage_ms += [0.0] * (len(compute_ms) - len(self.stage_ms))
+        for stage, ms in enumerate(compute_ms):
+            self.stage_ms[stage] += ms
+        self.link_ms += max(0.0, wall_ms - sum(compute_ms) - queue_ms)
+        self.queue_ms += queue_ms + waited_ms
+        self.steps += 1
+
+    def averages(self) -> dict[str, float]:
+        """Mean milliseconds a token: stage0_ms, stage1_ms, …, link_ms, queue_ms."""
+        if not self.steps:
+            return {}
+        means = {f"stage{i}_ms": total / self.steps for i, total in enumerate(self.stage_ms)}
+        return means | {"link_ms": self.link_ms / self.steps, "queue_ms": self.queue_ms / self.steps}
+
+
+@dataclass(slots=True)
+class Session:
+    """Mutable state of one session; only `Head` changes it."""
+
+    id: SessionId
+    request: RequestId
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    explicit_max: bool
+    sampling: Sampling
+    opened_s: float
+    gen: int = 0
+    phase: Phase = Phase.WAITING
+    next_piece: int = 0
+    """First prompt position not yet run on stage 0."""
+    pieces_in_flight: int = 0
+    generated: int = 0
+    last_token: int | None = None
+    """Set while the session is ready for its next decode step; None while a step is in flight."""
+    ready_s: float = 0.0
+    step_started_s: float = 0.0
+    progress_s: float = 0.0
+    """When something of this session last came back; what the progress deadline counts from."""
+    started_s: float = 0.0
+    first_token_s: float | None = None
+    hidden_bytes: int = 0
+    """Bytes of hidden state its decode steps sent on stage 0's link."""
+    times: StepTimes = field(default_factory=StepTimes)
+
+    @property
+    def length(self) -> int:
+        """Positions all stages' caches hold once the step in flight is done (the last sampled token has no KV)."""
+        return len(self.prompt) + max(0, self.generated - 1)
+
+    @property
+    def in_flight(self) -> bool:
+        """Something of it is travelling round the ring."""
+        if self.phase is Phase.PREFILL:
+            return self.pieces_in_flight > 0
+        return self.phase is Phase.DECODE and self.last_token is None
+
+    def timing(self) -> dict[str, Any]:
+        """`swarm.timing` of the reply (milliseconds, averaged per token where it is a step's)."""
+        timing: dict[str, Any] = {k: round(v, 3) for k, v in self.times.averages().items()}
+        if self.first_token_s is not None:
+            timing["prefill_ms"] = round((self.first_token_s - self.started_s) * 1e3, 3)
+            timing["wait_ms"] = round((self.started_s - self.opened_s) * 1e3, 3)
+        steps = self.times.steps
+        timing["bytes_per_token"] = self.hidden_bytes // steps if steps else 0
+        return timing

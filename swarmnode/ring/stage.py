@@ -1,0 +1,224 @@
+"""A later stage: runs the groups and pieces that frames bring, passes them on, and keeps no plan of its own.
+
+Its caches are a function of the frames it saw. `End` frees at once and leaves a floor: frames of that session that
+were still under way are skipped until `End` came on both lanes; the last stage then answers `Ended`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from swarmnode.ring.messages import (
+    End,
+    Ended,
+    Envelope,
+    Failed,
+    Group,
+    Piece,
+    PieceDone,
+    Probe,
+    RingMessage,
+    Row,
+    Tokens,
+)
+from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Work, WorkResult
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from swarmnode.ids import SessionId
+    from swarmnode.ring.work import Failure
+
+
+@dataclass(slots=True)
+class _Held:
+    """What this stage knows of a session: its generation, and the positions in its cache (None: it failed here)."""
+
+    gen: int
+    length: int | None = 0
+
+
+@dataclass(slots=True)
+class _Queued:
+    message: Piece | Group
+    arrived_s: float
+    started_s: float = field(default=0.0)
+
+
+class Stage:
+    """A `Machine[Envelope, Envelope, Never]` with work, for stages 1 … last; see the module docstring."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        self.index = index
+        self.is_last = index == num_stages - 1
+        self._held: dict[SessionId, _Held] = {}
+        self._floors: dict[SessionId, set[str]] = {}
+        self._groups: deque[_Queued] = deque()
+        self._pieces: deque[_Queued] = deque()
+        self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
+        self._last_work_was_piece = False
+        self._outgoing: list[Envelope] = []
+        self._freed: list[SessionId] = []
+
+    def receive(self, envelope: Envelope, now: float) -> None:
+        match envelope.message:
+            case Group() as message:
+                self._groups.append(_Queued(message, now))
+            case Piece() as message:
+                self._pieces.append(_Queued(message, now))
+            case End(session=session):
+                self._end(session, envelope.lane)
+            case Failed() as failed:
+                self._send_on("act", failed)
+            case Probe(lane=lane) as probe:
+                self._send_on(lane, replace(probe, hops=probe.hops + 1))
+            case _:
+                raise ValueError(
+                    f"stage {self.index} got {type(envelope.message).__name__} on {envelope.lane}"
+                )
+
+    def handle_timer(self, now: float) -> None:
+        """A later stage awaits nothing: the head owns every deadline."""
+
+    def next_timer(self) -> float | None:
+        return None
+
+    def outgoing(self) -> list[Envelope]:
+        drained, self._outgoing = self._outgoing, []
+        return drained
+
+    def freed(self) -> list[SessionId]:
+        """Sessions whose cache on this stage must go before any further work is run."""
+        drained, self._freed = self._freed, []
+        return drained
+
+    def snapshot(self) -> dict[str, int]:
+        return {
+            "sessions": len(self._held),
+            "floors": len(self._floors),
+            "queued": len(self._groups) + len(self._pieces),
+        }
+
+    # work
+
+    def next_work(self, now: float) -> Work | None:
+        """Groups and pieces take turns: a decode step waits for at most one piece's compute."""
+        while self._groups or self._pieces:
+            take_group = bool(self._groups) and (self._last_work_was_piece or not self._pieces)
+            queued = self._groups.popleft() if take_group else self._pieces.popleft()
+            self._last_work_was_piece = not take_group
+            queued.started_s = now
+            work = self._admit(queued)
+            if work is not None:
+                return work
+        return None
+
+    def _admit(self, queued: _Queued) -> Work | None:
+        message = queued.message
+        if isinstance(message, Piece):
+            if not self._fits(Row(message.session, message.gen, message.pos, len(message.ids))):
+                return None
+            piece = PieceWork(
+                session=message.session,
+                pos=message.pos,
+                ids=message.ids,
+                last=message.last,
+                hidden=message.hidden,
+                sampling=message.sampling,
+            )
+            self._running = (piece, queued, ())
+            return piece
+        keep = [i for i, row in enumerate(message.rows) if self._fits(row)]
+        if not keep:
+            return None
+        rows = tuple(message.rows[i] for i in keep)
+        group = GroupWork(tuple(DecodeRow(r.session, r.pos) for r in rows), message.hidden.take_rows(keep))
+        self._running = (group, queued, rows)
+        return group
+
+    def _fits(self, row: Row) -> bool:
+        """Whether the row is to be run; answers a gap with `Failed`, skips what is floored, failed or of an old gen."""
+        if row.session in self._floors:
+            return False
+        held = self._held.setdefault(row.session, _Held(row.gen))
+        if row.gen < held.gen or (held.length is None and row.gen == held.gen):
+            return False
+        length = held.length or 0
+        if row.pos > length:
+            self._fail(row.session, row.gen, "cache_gap", f"position {row.pos} follows a cache of {length}")
+            return False
+        held.gen, held.length = row.gen, row.pos + row.n
+        return True
+
+    def complete(self, work: Work, result: WorkResult, now: float) -> None:
+        """Send on what the engine made of the work `next_work` returned last."""
+        if self._running is None or self._running[0] is not work:
+            raise RuntimeError("complete() of a work that is not running")
+        _, queued, rows = self._running
+        self._running = None
+        self._report(result.failed)
+        message = queued.message
+        compute_ms = (*message.compute_ms, result.compute_ms)
+        queue_ms = message.queue_ms + (queued.started_s - queued.arrived_s) * 1e3
+        if isinstance(message, Piece):
+            if message.session in self._held and message.session not in result.failed:
+                self._piece_computed(message, result, compute_ms, queue_ms)
+        else:
+            self._group_computed(rows, result, compute_ms, queue_ms)
+
+    def _piece_computed(
+        self, piece: Piece, result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float
+    ) -> None:
+        if self.is_last:
+            token = result.tokens[0] if result.tokens else None
+            answer = PieceDone(
+                piece.session, piece.gen, piece.pos, len(piece.ids), token, compute_ms, queue_ms
+            )
+            self._send_on("pre", answer)
+        elif result.hidden is not None:
+            onward = replace(piece, hidden=result.hidden, compute_ms=compute_ms, queue_ms=queue_ms)
+            self._send_on("pre", onward)
+
+    def _group_computed(
+        self, rows: tuple[Row, ...], result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float
+    ) -> None:
+        done = [row for row in rows if row.session not in result.failed]
+        keep = [i for i, row in enumerate(done) if row.session in self._held]
+        alive = tuple(done[i] for i in keep)
+        if not alive:
+            return
+        if self.is_last:
+            tokens = tuple(result.tokens[i] for i in keep)
+            self._send_on("act", Tokens(alive, tokens, compute_ms, queue_ms))
+        elif result.hidden is not None:
+            self._send_on("act", Group(alive, result.hidden.take_rows(keep), compute_ms, queue_ms))
+
+    # ends
+
+    def _end(self, session: SessionId, lane: str) -> None:
+        if self._held.pop(session, None) is not None:
+            self._freed.append(session)
+        seen = self._floors.setdefault(session, set())
+        seen.add(lane)
+        if not self.is_last:
+            self._send_on(lane, End(session))
+        if len(seen) == 2:
+            del self._floors[session]
+            if self.is_last:
+                self._send_on("act", Ended(session))
+
+    def _report(self, failed: Mapping[SessionId, Failure]) -> None:
+        for session, failure in failed.items():
+            if held := self._held.get(session):
+                self._fail(session, held.gen, failure.code, failure.message)
+
+    def _fail(self, session: SessionId, gen: int, code: str, message: str) -> None:
+        """End a session here; the head answers the client and sends `End` round."""
+        self._held[session] = _Held(gen, None)
+        self._freed.append(session)
+        self._send_on("act", Failed(session, gen, code, f"stage {self.index}: {message}"))
+
+    def _send_on(self, lane: str, message: RingMessage) -> None:
+        self._outgoing.append(Envelope("tok" if self.is_last else lane, message))
