@@ -19,11 +19,11 @@ ModelId = NewType("ModelId", str)
 """A servable's name: also a folder name, so only `parse_model_id` makes one from outside input."""
 
 _MODEL_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
-MODEL_ID_RULE = "1 to 96 characters of a-z, 0-9, '.', '_' and '-', beginning and ending with a letter or digit, without '..'"
-_NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
-NODE_NAME_RULE = (
-    "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-', beginning and ending with a letter or digit"
+MODEL_ID_RULE = (
+    "1 to 96 characters of a-z, 0-9, '.', '_' and '-', beginning and ending with a letter or digit, without '..'"
 )
+_NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+NODE_NAME_RULE = "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-', beginning and ending with a letter or digit"
 
 
 def parse_model_id(text: str) -> ModelId:

@@ -90,9 +90,7 @@ def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResou
     layers = len(shape.layer_params)
     stages = request.num_stages or len(request.peers) or shape.recorded_stages
     if not 1 <= stages <= layers:
-        raise LoadRefused(
-            f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}"
-        )
+        raise LoadRefused(f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}")
     if shape.recorded_boundaries is None and stages != shape.recorded_stages:
         raise LoadRefused(
             f"this model records no split, so it serves only over the {shape.recorded_stages} stages it was "

@@ -187,12 +187,8 @@ class RingLife:
             return
         match self.state:
             case RingState.PREPARING:
-                stage = min(
-                    (s for s in self._heard_s if s not in self._ready), key=lambda s: (self._heard_s[s], s)
-                )
-                self._lose(
-                    "stalled", f"stage {stage} reported no progress for {LOAD_PROGRESS_S:.0f} s", stage, now
-                )
+                stage = min((s for s in self._heard_s if s not in self._ready), key=lambda s: (self._heard_s[s], s))
+                self._lose("stalled", f"stage {stage} reported no progress for {LOAD_PROGRESS_S:.0f} s", stage, now)
             case RingState.LINKING:
                 stage = min(set(range(len(self.nodes))) - self._linked)
                 self._lose(
@@ -202,9 +198,7 @@ class RingLife:
                     now,
                 )
             case RingState.PROBING:
-                self._lose(
-                    "link_broken", f"the probe did not come round the ring in {PROBE_S:.0f} s", None, now
-                )
+                self._lose("link_broken", f"the probe did not come round the ring in {PROBE_S:.0f} s", None, now)
             case RingState.ENDING:
                 for stage in sorted(self._held):
                     self._let_go(stage)

@@ -325,11 +325,7 @@ class Head:
             if session := self._alive(work.session):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
-            rows = [
-                Row(r.session, self._gen(r.session), r.pos)
-                for r in work.rows
-                if r.session not in result.failed
-            ]
+            rows = [Row(r.session, self._gen(r.session), r.pos) for r in work.rows if r.session not in result.failed]
             self._group_computed(rows, result, compute_ms, now)
         self._admit(now)
 
@@ -338,9 +334,7 @@ class Head:
     ) -> None:
         if self.config.num_stages == 1:
             token = result.tokens[0] if result.tokens else None
-            self._piece_done(
-                PieceDone(session.id, session.gen, work.pos, len(work.ids), token, compute_ms), now
-            )
+            self._piece_done(PieceDone(session.id, session.gen, work.pos, len(work.ids), token, compute_ms), now)
             return
         piece = Piece(
             session=session.id,
@@ -354,9 +348,7 @@ class Head:
         )
         self._outgoing.append(Envelope("pre", piece))
 
-    def _group_computed(
-        self, rows: list[Row], result: WorkResult, compute_ms: tuple[float, ...], now: float
-    ) -> None:
+    def _group_computed(self, rows: list[Row], result: WorkResult, compute_ms: tuple[float, ...], now: float) -> None:
         if self.config.num_stages == 1:
             self._tokens(Tokens(tuple(rows), result.tokens, compute_ms), now)
             return
@@ -402,12 +394,7 @@ class Head:
     def _tokens(self, answer: Tokens, now: float) -> None:
         for row, token in zip(answer.rows, answer.tokens, strict=True):
             session = self._alive(row.session)
-            if (
-                session is None
-                or session.gen != row.gen
-                or row.pos != session.length
-                or not session.in_flight
-            ):
+            if session is None or session.gen != row.gen or row.pos != session.length or not session.in_flight:
                 continue
             wall_s = now - session.step_started_s
             waited_s = session.step_started_s - session.ready_s
@@ -437,9 +424,7 @@ class Head:
     # ends
 
     def _finish(self, session: Session, reason: str) -> None:
-        self._events.append(
-            Finished(session.request, reason, len(session.prompt), session.generated, session.timing())
-        )
+        self._events.append(Finished(session.request, reason, len(session.prompt), session.generated, session.timing()))
         self._end(session)
 
     def _refuse(self, session: Session, code: str, message: str) -> None:

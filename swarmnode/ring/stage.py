@@ -75,9 +75,7 @@ class Stage:
             case Probe(lane=lane) as probe:
                 self._send_on(lane, replace(probe, hops=probe.hops + 1))
             case _:
-                raise ValueError(
-                    f"stage {self.index} got {type(envelope.message).__name__} on {envelope.lane}"
-                )
+                raise ValueError(f"stage {self.index} got {type(envelope.message).__name__} on {envelope.lane}")
 
     def handle_timer(self, now: float) -> None:
         """A later stage awaits nothing: the head owns every deadline."""
@@ -168,14 +166,10 @@ class Stage:
         else:
             self._group_computed(rows, result, compute_ms, queue_ms)
 
-    def _piece_computed(
-        self, piece: Piece, result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float
-    ) -> None:
+    def _piece_computed(self, piece: Piece, result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float) -> None:
         if self.is_last:
             token = result.tokens[0] if result.tokens else None
-            answer = PieceDone(
-                piece.session, piece.gen, piece.pos, len(piece.ids), token, compute_ms, queue_ms
-            )
+            answer = PieceDone(piece.session, piece.gen, piece.pos, len(piece.ids), token, compute_ms, queue_ms)
             self._send_on("pre", answer)
         elif result.hidden is not None:
             onward = replace(piece, hidden=result.hidden, compute_ms=compute_ms, queue_ms=queue_ms)
