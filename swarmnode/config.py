@@ -1,0 +1,177 @@
+"""The SWARM_ environment variables in one table, and the settings read from them; command-line flags win."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import platformdirs
+
+from swarmnode.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+APP = "swarmnode"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: its default as text, who reads it, and what it means."""
+
+    name: str
+    default: str
+    role: str
+    meaning: str
+    parse: Callable[[str], object]
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ValueError(f"must be at least {least}")
+        return value
+
+    return parse
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "SWARM_DATA_DIR",
+        platformdirs.user_data_dir(APP),
+        "both",
+        "where a node keeps its identity, models and state",
+        _path,
+    ),
+    Variable(
+        "SWARM_SERVABLE_MODELS_ROOT",
+        "$SWARM_DATA_DIR/servable_models",
+        "coordinator",
+        "where servable models live",
+        _path,
+    ),
+    Variable(
+        "SWARM_FELLOW_MODEL_CACHE",
+        "$SWARM_DATA_DIR/models",
+        "peer",
+        "where a peer keeps the model files it fetched",
+        _path,
+    ),
+    Variable(
+        "SWARM_SERVE_IN_FLIGHT",
+        "4 x stages",
+        "coordinator",
+        "requests a ring keeps in flight at once, lowered to what every stage's KV cache fits",
+        _at_least(1),
+    ),
+    Variable(
+        "SWARM_SERVE_MAX_IN_FLIGHT",
+        "in flight + 8",
+        "peer",
+        "requests stage 0 holds at once, served or waiting their turn; beyond it 503",
+        _at_least(1),
+    ),
+    Variable(
+        "SWARM_SERVE_TYPICAL_TOKENS",
+        "1024",
+        "coordinator",
+        "tokens of a typical chat; sizes the in-flight count and the room of a request without max_tokens",
+        _at_least(1),
+    ),
+    Variable(
+        "SWARM_SERVE_CONTEXT_TOKENS",
+        "4096",
+        "coordinator",
+        "the longest conversation a served model must take; the token budget never goes below it",
+        _at_least(1),
+    ),
+    Variable(
+        "SWARM_SERVE_MAX_BATCH",
+        "0",
+        "coordinator",
+        "most sessions one decode forward takes (0: no cap, 1: one at a time)",
+        _at_least(0),
+    ),
+    Variable(
+        "SWARM_SERVE_PREFILL_CHUNK",
+        "256",
+        "peer",
+        "prompt tokens per piece sent through the stages (0: the whole prompt at once)",
+        _at_least(0),
+    ),
+)
+
+
+def explain() -> list[dict[str, str]]:
+    """The table for `swarmnode config`: name, current text, where it came from, role, meaning."""
+    return [
+        {
+            "name": v.name,
+            "value": os.environ.get(v.name, v.default),
+            "source": "environment" if v.name in os.environ else "default",
+            "role": v.role,
+            "meaning": v.meaning,
+        }
+        for v in VARIABLES
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The variables, parsed. None: the rule named in the table's default decides at the load."""
+
+    data_dir: Path
+    models_root: Path
+    model_cache: Path
+    in_flight: int | None
+    max_in_flight: int | None
+    typical_tokens: int
+    context_tokens: int
+    max_batch: int
+    prefill_chunk: int
+
+
+def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Parse the environment; `data_dir` (the flag) wins. Raises InvalidRequest that names the variable."""
+    values: dict[str, object] = {}
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "").strip()
+        if text:
+            values[variable.name] = _parse(variable, text)
+    base = data_dir or values.get("SWARM_DATA_DIR") or platformdirs.user_data_path(APP)
+    if not isinstance(base, Path):
+        raise TypeError("SWARM_DATA_DIR did not parse to a path")
+    return Settings(
+        data_dir=base,
+        models_root=_as(Path, values.get("SWARM_SERVABLE_MODELS_ROOT"), base / "servable_models"),
+        model_cache=_as(Path, values.get("SWARM_FELLOW_MODEL_CACHE"), base / "models"),
+        in_flight=_optional_int(values.get("SWARM_SERVE_IN_FLIGHT")),
+        max_in_flight=_optional_int(values.get("SWARM_SERVE_MAX_IN_FLIGHT")),
+        typical_tokens=_as(int, values.get("SWARM_SERVE_TYPICAL_TOKENS"), 1024),
+        context_tokens=_as(int, values.get("SWARM_SERVE_CONTEXT_TOKENS"), 4096),
+        max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
+        prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
+    )
+
+
+def _parse(variable: Variable, text: str) -> object:
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{variable.name}={text!r}: {error} ({variable.meaning})") from error
+
+
+def _as(kind: type[T], value: object, default: T) -> T:
+    return value if isinstance(value, kind) else default
+
+
+def _optional_int(value: object) -> int | None:
+    return value if isinstance(value, int) else None
