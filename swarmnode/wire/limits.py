@@ -1,0 +1,44 @@
+"""The wire's limits, each with its reason; everything that comes from outside is held against them first."""
+
+from __future__ import annotations
+
+MAX_POSITIONS = 4096
+"""Positions in one prompt piece: their ids (5 bytes each at most) stay well inside a header."""
+MAX_ROWS = 1024
+"""Sessions in one decode group: far more than any home GPU decodes at once, and 20 bytes a row fit a header."""
+MAX_STAGES = 1024
+"""Stages a message can have passed (one compute time each): a model has no more layers than that."""
+MAX_HEADER_BYTES = 64 << 10
+"""A header: 4096 ids of 5 bytes, or 1024 rows of 20, three times over."""
+MAX_BODY_BYTES = 64 << 20
+"""A body: 1024 fp32 positions of hidden size 16384, the largest piece the largest open models are cut into."""
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES
+"""What the four length bytes may say (header and body together)."""
+MAX_MAP_BODY_BYTES = 16 << 20
+"""A structured body: a chat of a million tokens as text, twice over."""
+MAX_CHUNK_BYTES = 1 << 20
+"""File bytes in one `data` frame: small enough to show progress on a slow uplink, large enough to fill a fast one."""
+MAX_BODY_DEPTH = 16
+"""Nesting of a structured body: chat messages with content parts need 6."""
+MAX_BODY_ITEMS = 1 << 20
+"""Entries of one list or map of a structured body."""
+MAX_RANK = 4
+"""Dimensions of a tensor: (positions, hidden) needs 2; 4 leaves room for what drafts may send."""
+MAX_DIMENSION = 1 << 24
+
+STREAM_WINDOW_BYTES = 8 << 20
+"""Unread bytes a channel may hold: 8 MiB keep 1 Gbit/s busy at 60 ms RTT (h2's own 64 KiB: 1 MB/s)."""
+MAX_CHANNELS = 32
+"""Channels open on one connection; a pair of nodes needs one to four."""
+CONNECTION_WINDOW_BYTES = STREAM_WINDOW_BYTES * MAX_CHANNELS
+"""All stream windows together: so a channel whose consumer stalls can never take credit from another."""
+H2_FRAME_BYTES = 1 << 20
+"""SETTINGS_MAX_FRAME_SIZE: at the default of 16 KiB a 16 MiB piece costs 1,024 rounds of Python."""
+DATA_FRAME_BYTES = 256 << 10
+"""What one channel sends before the next has its turn: 2 ms at 1 Gbit/s."""
+WRITE_BYTES = 1 << 20
+"""One write to the socket at most: a frame queued meanwhile waits for no more than this."""
+READ_BYTES = 256 << 10
+"""One read from the socket."""
+SEND_QUEUE_BYTES = 8 << 20
+"""Queued on a channel before `send` waits and `send_nowait` refuses; one frame may overshoot it."""
