@@ -8,7 +8,7 @@ engine. A ring of one stage hands its answers to itself: the engine's result alr
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.ids import RequestId, SessionId
@@ -125,10 +125,19 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
+    """A probe came back on both lanes; `round_ms` is the slower lane's time."""
+
     nonce: int
+    round_ms: float
 
 
 HeadEvent = Accepted | Started | Sampled | Finished | Refused | Probed
+
+
+@dataclass(slots=True)
+class _ProbeUnderWay:
+    started_s: float
+    missing: set[str] = field(default_factory=lambda: {"act", "pre"})
 
 
 class Head:
@@ -145,7 +154,7 @@ class Head:
         self._last_work_was_piece = False
         self._next_id = 1
         self._broken = False
-        self._probes: dict[int, set[str]] = {}
+        self._probes: dict[int, _ProbeUnderWay] = {}
         self._outgoing: list[Envelope] = []
         self._events: list[HeadEvent] = []
         self._freed: list[SessionId] = []
@@ -161,7 +170,7 @@ class Head:
                     self._finish(session, reason)
                     self._admit(now)
             case StartProbe(nonce=nonce):
-                self._start_probe(nonce)
+                self._start_probe(nonce, now)
             case Envelope(message=inner):
                 self._receive_answer(inner, now)
 
@@ -374,7 +383,7 @@ class Head:
             case Ended(session=session_id):
                 self._ended(session_id)
             case Probe(nonce=nonce, lane=lane):
-                self._probe_returned(nonce, lane)
+                self._probe_returned(nonce, lane, now)
             case Broken(stage=stage):
                 self._break(f"stage {stage} lost its neighbour")
         self._admit(now)
@@ -467,21 +476,21 @@ class Head:
 
     # probes
 
-    def _start_probe(self, nonce: int) -> None:
+    def _start_probe(self, nonce: int, now: float) -> None:
         if self.config.num_stages == 1:
-            self._events.append(Probed(nonce))
+            self._events.append(Probed(nonce, 0.0))
             return
-        self._probes[nonce] = {"act", "pre"}
+        self._probes[nonce] = _ProbeUnderWay(now)
         self._outgoing += [Envelope(lane, Probe(nonce, lane)) for lane in ("act", "pre")]
 
-    def _probe_returned(self, nonce: int, lane: str) -> None:
-        missing = self._probes.get(nonce)
-        if missing is None:
+    def _probe_returned(self, nonce: int, lane: str, now: float) -> None:
+        probe = self._probes.get(nonce)
+        if probe is None:
             return
-        missing.discard(lane)
-        if not missing:
+        probe.missing.discard(lane)
+        if not probe.missing:
             del self._probes[nonce]
-            self._events.append(Probed(nonce))
+            self._events.append(Probed(nonce, (now - probe.started_s) * 1e3))
 
     # look-ups
 

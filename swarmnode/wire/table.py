@@ -190,7 +190,7 @@ def _request_kinds() -> tuple[Kind, ...]:
         _kind("cancel", "requests", (request,)),
         _kind("accepted", "requests", (request, _key("prompt_tokens", _COUNT))),
         _kind("started", "requests", (request,)),
-        _kind("text", "requests", (request, _key("text", Text(16384)), _key("n", _COUNT))),
+        _kind("text", "requests", (request, _key("text", Text(limits.MAX_TEXT_CHARS)), _key("n", _COUNT))),
         _kind("done", "requests", done, "map"),
         _kind("error", "requests", (_maybe("request", _ID), *_ERROR, _maybe("param", Text(128)))),
     )

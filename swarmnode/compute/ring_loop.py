@@ -1,0 +1,159 @@
+"""Joins a ring machine to an engine: the worker's one compute loop, which never waits for text or sockets."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swarmnode.ring.work import Activation, Failure, GroupWork, WorkResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from swarmnode.ids import SessionId
+    from swarmnode.ring.messages import Envelope
+    from swarmnode.ring.work import Engine, Work
+
+STATS_INTERVAL_S = 0.25
+"""Gauges are sent at most this often while busy; a worker that falls idle sends its last ones at once."""
+
+
+class RingMachine(Protocol):
+    """What the loop needs of a head or a later stage; `receive` takes what the machine's own input type says."""
+
+    def receive(self, message: Any, now: float, /) -> None: ...
+    def handle_timer(self, now: float) -> None: ...
+    def next_timer(self) -> float | None: ...
+    def next_work(self, now: float) -> Work | None: ...
+    def complete(self, work: Work, result: WorkResult, now: float) -> None: ...
+    def outgoing(self) -> list[Envelope]: ...
+    def freed(self) -> list[SessionId]: ...
+    def snapshot(self) -> Mapping[str, int]: ...
+
+
+class RingLoop:
+    """Feeds the machine from `inbox`, runs its work, and hands out what it wants sent.
+
+    `send` takes an envelope, `drain_events` is called after every input (the head's events go to the text thread),
+    `report` takes the gauges. All three are called on the loop's thread and must not block.
+    """
+
+    def __init__(
+        self,
+        machine: RingMachine,
+        engine: Engine,
+        *,
+        send: Callable[[Envelope], None],
+        drain_events: Callable[[], None],
+        report: Callable[[Mapping[str, int]], None],
+    ) -> None:
+        self.inbox: SimpleQueue[object] = SimpleQueue()
+        self._machine = machine
+        self._engine = engine
+        self._send = send
+        self._drain_events = drain_events
+        self._report = report
+        self._reported: Mapping[str, int] = {}
+        self._reported_s = 0.0
+
+    def close(self) -> None:
+        """End `run` after the work in hand; callable from any thread."""
+        self.inbox.put(None)
+
+    def run(self) -> None:
+        """Serve until `close`."""
+        while True:
+            work = self._machine.next_work(time.monotonic())
+            if work is None:
+                self._report_gauges(idle=True)
+                if not self._take_inputs(wait=True):
+                    return
+                continue
+            result = run_work(self._engine, work)
+            self._machine.complete(work, result, time.monotonic())
+            self._flush()
+            self._report_gauges(idle=False)
+            if not self._take_inputs(wait=False):
+                return
+
+    def _take_inputs(self, *, wait: bool) -> bool:
+        """Hand everything queued to the machine; with `wait`, block for the first input or the machine's timer."""
+        try:
+            message = self.inbox.get(timeout=self._patience_s()) if wait else self.inbox.get_nowait()
+            while message is not None:
+                self._machine.receive(message, time.monotonic())
+                message = self.inbox.get_nowait()
+            return False
+        except Empty:
+            self._machine.handle_timer(time.monotonic())
+            self._flush()
+            return True
+
+    def _patience_s(self) -> float | None:
+        deadline = self._machine.next_timer()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _flush(self) -> None:
+        for session in self._machine.freed():
+            self._engine.free(session)
+        for envelope in self._machine.outgoing():
+            self._send(envelope)
+        self._drain_events()
+
+    def _report_gauges(self, *, idle: bool) -> None:
+        now = time.monotonic()
+        if not idle and now - self._reported_s < STATS_INTERVAL_S:
+            return
+        gauges = {
+            **self._machine.snapshot(),
+            "kv_tokens": self._engine.kv_tokens(),
+            "kv_bytes": self._engine.kv_bytes(),
+        }
+        if gauges != self._reported:
+            self._reported, self._reported_s = gauges, now
+            self._report(gauges)
+
+
+def run_work(engine: Engine, work: Work) -> WorkResult:
+    """Run `work` and time it; a group whose forward fails is run row by row, so that only those fail that fail alone."""
+    started_s = time.perf_counter()
+    try:
+        result = engine.run(work)
+    except Exception as error:  # whatever a forward raises belongs to its sessions, not to the worker
+        traceback.print_exc(file=sys.stderr)
+        result = _run_singly(engine, work, error)
+    return replace(result, compute_ms=(time.perf_counter() - started_s) * 1e3)
+
+
+def _run_singly(engine: Engine, work: Work, error: Exception) -> WorkResult:
+    if not isinstance(work, GroupWork):
+        return WorkResult(failed={work.session: _failure(error)})
+    if len(work.rows) == 1:
+        return WorkResult(failed={work.rows[0].session: _failure(error)})
+    results = [run_work(engine, _single(work, index)) for index in range(len(work.rows))]
+    failed = {session: failure for result in results for session, failure in result.failed.items()}
+    return WorkResult(
+        hidden=_stack([r.hidden for r in results if r.hidden is not None]),
+        tokens=tuple(token for r in results for token in r.tokens),
+        failed=failed,
+    )
+
+
+def _single(work: GroupWork, index: int) -> GroupWork:
+    hidden = None if work.hidden is None else work.hidden.take_rows([index])
+    return GroupWork((work.rows[index],), hidden)
+
+
+def _stack(parts: Sequence[Activation]) -> Activation | None:
+    if not parts:
+        return None
+    shape = (len(parts), *parts[0].shape[1:])
+    return Activation(parts[0].dtype, shape, b"".join(bytes(p.data) for p in parts))
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure("stage_failed", f"{type(error).__name__}: {error}")

@@ -1,0 +1,238 @@
+"""The stage worker (`swarmnode worker`): one process per loaded stage, frames on stdin and stdout, no trio.
+
+Four threads: this module's reader and writer, the text thread (stage 0 only), and the compute loop on the main
+thread. The process ends at once when its input closes; the kernel ends it when the node's process dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from swarmnode.compute.ring_loop import RingLoop
+from swarmnode.compute.text_thread import OpenChat, TextThread
+from swarmnode.compute.worker_spec import WorkerSpec
+from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, ProtocolError, SwarmError
+from swarmnode.ring.head import Cancel, Head, HeadConfig, StartProbe
+from swarmnode.ring.messages import Broken, Envelope
+from swarmnode.ring.stage import Stage
+from swarmnode.wire.blocking import FrameReader, FrameWriter
+from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.deadlines import WORKER_EXIT_S
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.ring_codec import from_frame, to_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from swarmnode.compute.text import TextPipeline
+    from swarmnode.ring.work import Engine
+
+PR_SET_PDEATHSIG = 1
+EXIT_INPUT_CLOSED = 0
+EXIT_FAILED = 70
+"""EX_SOFTWARE: the load failed or the loop met a bug; the `fatal` frame says which."""
+
+
+def main(parent_pid: int) -> None:
+    """Run the worker on this process's stdin and stdout until its input closes; never returns."""
+    die_with_parent(parent_pid)
+    worker = Worker(*claim_pipes())
+    try:
+        worker.run()
+    except SwarmError as error:
+        worker.say_last(Frame("fatal", {"code": error.code, "message": error.message}))
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        text = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+        worker.say_last(Frame("fatal", {"code": InternalError.code, "message": text}))
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when the node dies, and check that it has not died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(EXIT_INPUT_CLOSED)
+
+
+def claim_pipes() -> tuple[FrameReader, FrameWriter]:
+    """Take stdin and stdout for frames and point fd 1 at fd 2, so that a library's print cannot corrupt them."""
+    frames_in, frames_out = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return FrameReader(frames_in), FrameWriter(frames_out)
+
+
+class Worker:
+    """Loads one stage as the `init` frame says, then serves it; see the module docstring."""
+
+    def __init__(self, reader: FrameReader, writer: FrameWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._outbox: SimpleQueue[Frame | None] = SimpleQueue()
+        self._writing = threading.Thread(target=self._write, name="writer", daemon=True)
+        self._route: Callable[[Frame], None] = _refuse_early
+        self._writing.start()
+
+    def run(self) -> None:
+        spec = self._read_spec()
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        machine = make_machine(spec)
+        stage = load(spec, self._report_loading)
+        text: TextThread | None = None
+        loop = RingLoop(
+            machine,
+            stage.engine,
+            send=lambda envelope: self._post(_envelope_frame(envelope)),
+            drain_events=lambda: _hand_over(machine, text),
+            report=lambda gauges: self._post(Frame("stats", {}, pack_body(dict(gauges)))),
+        )
+        if stage.pipeline is not None:
+            text = TextThread(spec.ring_id, stage.pipeline, loop.inbox.put, self._post)
+            threading.Thread(target=text.run, name="text", daemon=True).start()
+        self._route = FrameRouter(loop, text).route
+        self._post(Frame("ready", {}, pack_body({"kv_tokens": spec.kv_tokens, "pid": os.getpid()})))
+        loop.run()
+
+    def say_last(self, frame: Frame) -> None:
+        """Send `frame` behind everything queued and wait until it is written."""
+        self._outbox.put(frame)
+        self._outbox.put(None)
+        self._writing.join(timeout=WORKER_EXIT_S)
+
+    def _read_spec(self) -> WorkerSpec:
+        frame = self._reader.read()
+        if frame is None:
+            os._exit(EXIT_INPUT_CLOSED)
+        if frame.kind != "init":
+            raise ProtocolError(f"a worker's first frame must be init, not {frame.kind}")
+        return WorkerSpec.from_map(unpack_body(frame.body))
+
+    def _read(self) -> None:
+        """The reader thread: the end of input ends the process, whatever the other threads are doing."""
+        try:
+            while (frame := self._reader.read()) is not None and frame.kind != "shutdown":
+                self._route(frame)
+        except Exception:  # a node that breaks the protocol, or a bug: the node sees the exit and the log
+            traceback.print_exc(file=sys.stderr)
+            os._exit(EXIT_FAILED)
+        os._exit(EXIT_INPUT_CLOSED)
+
+    def _write(self) -> None:
+        """The writer thread; None ends it."""
+        try:
+            while (frame := self._outbox.get()) is not None:
+                self._writer.write(frame)
+        except OSError:
+            os._exit(EXIT_INPUT_CLOSED)
+
+    def _post(self, frame: Frame) -> None:
+        self._outbox.put(frame)
+
+    def _report_loading(self, phase: str, done: int, total: int) -> None:
+        self._post(Frame("loading", {"phase": phase, "done": done, "total": total}))
+
+
+class FrameRouter:
+    """Turns the node's frames into inputs of the loop and the text thread; runs on the reader thread."""
+
+    def __init__(self, loop: RingLoop, text: TextThread | None) -> None:
+        self._loop = loop
+        self._text = text
+        self._nonces = itertools.count(1)
+
+    def route(self, frame: Frame) -> None:
+        match frame.kind:
+            case "open":
+                self._text_thread(frame).inbox.put(OpenChat(frame.header["request"], unpack_body(frame.body)))
+            case "cancel":
+                # to the loop at once, and behind an `open` that is still being tokenized
+                cancel = Cancel(frame.header["request"])
+                self._loop.inbox.put(cancel)
+                self._text_thread(frame).inbox.put(cancel)
+            case "probe_ring":
+                self._loop.inbox.put(StartProbe(next(self._nonces)))
+            case "broken":
+                self._loop.inbox.put(Envelope("tok", Broken(frame.header["stage"])))
+            case _:
+                self._loop.inbox.put(Envelope(frame.header.get("lane", ""), from_frame(frame)))
+
+    def _text_thread(self, frame: Frame) -> TextThread:
+        if self._text is None:
+            raise ProtocolError(f"{frame.kind} reached a stage that is not stage 0")
+        return self._text
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """A stage's engine, and on stage 0 its text side."""
+
+    engine: Engine
+    pipeline: TextPipeline | None
+
+
+def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedStage:
+    """Load the stage's weights (or script) and, on stage 0, the tokenizer; heavy imports happen here."""
+    folder = Path(spec.folder)
+    pipeline = None
+    if spec.stage == 0:
+        from swarmnode.compute.text import TextPipeline
+
+        report("tokenizer", 0, 1)
+        pipeline = TextPipeline(folder / "tokenizer")
+    if spec.scripted:
+        from swarmnode.compute.scripted import load_scripted
+
+        return LoadedStage(load_scripted(spec), pipeline)
+    from swarmnode.compute.loader import load_stage
+
+    return LoadedStage(load_stage(spec.stage_spec(), report), pipeline)
+
+
+def make_machine(spec: WorkerSpec) -> Head | Stage:
+    """The ring machine of this stage."""
+    if spec.stage > 0:
+        return Stage(spec.stage, spec.num_stages)
+    return Head(
+        HeadConfig(
+            num_stages=spec.num_stages,
+            context_tokens=spec.context_tokens,
+            kv_tokens=spec.kv_tokens,
+            max_in_flight=spec.max_in_flight,
+            max_waiting=spec.max_waiting,
+            eos_token_ids=frozenset(spec.eos_token_ids),
+            prefill_chunk=spec.prefill_chunk,
+            max_group=spec.max_group,
+            typical_tokens=spec.typical_tokens,
+        )
+    )
+
+
+def _hand_over(machine: Head | Stage, text: TextThread | None) -> None:
+    """Pass the head's events to the text thread; a later stage has none."""
+    if isinstance(machine, Head) and text is not None:
+        for event in machine.events():
+            text.inbox.put(event)
+
+
+def _envelope_frame(envelope: Envelope) -> Frame:
+    frame = to_frame(envelope.message)
+    return Frame(frame.kind, frame.header | {"lane": envelope.lane}, frame.body)
+
+
+def _refuse_early(frame: Frame) -> None:
+    raise ProtocolError(f"{frame.kind} came before the stage was ready")
