@@ -94,11 +94,10 @@ class SendLoad:
 
 @dataclass(frozen=True, slots=True)
 class SendLink:
-    """Tell a stage to dial its neighbour; `kv_tokens` is the ring's budget: the smallest of all stages."""
+    """Tell a stage to dial its successor's address (host:port)."""
 
     stage: int
     next_address: str
-    kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +232,7 @@ class RingLife:
         count = len(self.nodes)
         for stage in range(count):
             address = self._ready[(stage + 1) % count].address
-            self._outgoing.append(SendLink(stage, address, self.kv_tokens))
+            self._outgoing.append(SendLink(stage, address))
 
     def _enter(self, state: RingState, deadline_s: float) -> None:
         self.state, self._deadline_s = state, deadline_s

@@ -119,7 +119,7 @@ class RingLoop:
 
 
 def run_work(engine: Engine, work: Work) -> WorkResult:
-    """Run `work` and time it; a group whose forward fails is run row by row, so that only those fail that fail alone."""
+    """Run `work` and time it; a group whose forward fails runs row by row: only those end that fail alone."""
     started_s = time.perf_counter()
     try:
         result = engine.run(work)

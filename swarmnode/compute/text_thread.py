@@ -1,4 +1,4 @@
-"""Stage 0's text side: chat to token ids, token ids to text, stop strings; on its own thread, beside the compute loop."""
+"""Stage 0's text side, on its own thread: chat to token ids, token ids to text, stop strings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TextThread:
         self._replies: dict[RequestId, _Reply] = {}
 
     def run(self) -> None:
-        """Serve until None arrives. Everything already queued is handled before texts are sent: they travel together."""
+        """Serve until None arrives. All that is queued is handled before texts are sent, so they travel together."""
         while (message := self.inbox.get()) is not None:
             try:
                 while message is not None:

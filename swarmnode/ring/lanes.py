@@ -1,4 +1,4 @@
-"""Names of a ring's lanes on the wire: stage 0 sends on `act` and `pre`, stage i on `act<i>` and `pre<i>`, the last on `tok`."""
+"""Lane names on the wire: stage 0 sends on `act` and `pre`, stage i on `act<i>` and `pre<i>`, the last on `tok`."""
 
 from __future__ import annotations
 
