@@ -1,0 +1,128 @@
+"""The KV cache of the sessions on one stage, and the view of it that one forward sees.
+
+Each session owns one key and one value buffer per layer, (1, kv_heads, capacity, head_dim). Positions are written in
+place; the past is copied only when a buffer grows. Transformers' attention blocks see a `StepCache`: its `update`
+appends row i of the batch to session i and hands the sessions' own views to the attention function of `attention.py`,
+so the linear layers run over the whole batch while every session attends to its own past.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swarmnode.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GROWTH_TOKENS = 64
+"""Buffers grow by this many positions (K4); beyond 8 × this by an eighth of their size, so that a long conversation
+does not copy its whole past every 64 tokens (amortised: at most 8 copies of each position)."""
+
+
+class SessionCache:
+    """Keys and values of one session for the layers of one stage. Lengths are per layer: a forward that failed
+    halfway has appended to some layers only, and `crop` brings all of them back to one length."""
+
+    __slots__ = ("_keys", "_lengths", "_values")
+
+    def __init__(self, num_layers: int) -> None:
+        self._keys: list[torch.Tensor | None] = [None] * num_layers
+        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._lengths = [0] * num_layers
+
+    @property
+    def length(self) -> int:
+        """Positions that every layer holds."""
+        return min(self._lengths)
+
+    def crop(self, length: int) -> None:
+        """Forget all positions from `length` on; raises StageFailed if fewer are held (a gap)."""
+        if self.length < length:
+            raise StageFailed(f"the cache holds {self.length} positions, the work starts at position {length}")
+        self._lengths = [length] * len(self._lengths)
+
+    def append(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (1, kv_heads, n, head_dim) behind the past of `layer`; return views of past and new together."""
+        start = self._lengths[layer]
+        end = start + keys.shape[2]
+        key_buffer = self._keys[layer] = _with_room(self._keys[layer], keys, start, end)
+        value_buffer = self._values[layer] = _with_room(self._values[layer], values, start, end)
+        key_buffer[:, :, start:end] = keys
+        value_buffer[:, :, start:end] = values
+        self._lengths[layer] = end
+        return key_buffer[:, :, :end], value_buffer[:, :, :end]
+
+    def size_bytes(self) -> int:
+        """Bytes of the buffers, unused room included."""
+        return sum(b.numel() * b.element_size() for b in (*self._keys, *self._values) if b is not None)
+
+
+class SessionViews:
+    """What one layer's attention gets in place of keys: for each session of the batch its own keys and values."""
+
+    __slots__ = ("keys", "masks", "values")
+
+    def __init__(
+        self, keys: list[torch.Tensor], values: list[torch.Tensor], masks: dict[object, torch.Tensor]
+    ) -> None:
+        self.keys = keys
+        self.values = values
+        self.masks = masks
+        """Masks of this forward by shape and window: layers of one kind share one mask."""
+
+
+class StepCache:
+    """Stands in for transformers' `Cache` during one forward over sessions' caches (row i is session i)."""
+
+    is_compileable = False
+
+    def __init__(self, sessions: Sequence[SessionCache], first_layer: int) -> None:
+        self._sessions = sessions
+        self._first_layer = first_layer
+        self._masks: dict[object, torch.Tensor] = {}
+        self.updates: list[int] = []
+        """Layers that appended, in order."""
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[SessionViews, SessionViews]:
+        """Append row i of (batch, kv_heads, n, head_dim) to session i."""
+        layer = layer_idx - self._first_layer
+        self.updates.append(layer)
+        if len(self._sessions) == 1:
+            pairs = [self._sessions[0].append(layer, keys, values)]
+        else:
+            pairs = [
+                session.append(layer, keys[i : i + 1], values[i : i + 1])
+                for i, session in enumerate(self._sessions)
+            ]
+        views = SessionViews([key for key, _ in pairs], [value for _, value in pairs], self._masks)
+        return views, views
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Longest past among the sessions. Positions are always given explicitly, so no model reads it for those."""
+        return max(session.length for session in self._sessions)
+
+
+def grown_capacity(needed: int, current: int) -> int:
+    """Positions a buffer of `current` positions gets when `needed` must fit: a multiple of GROWTH_TOKENS."""
+    step = GROWTH_TOKENS if current < 8 * GROWTH_TOKENS else current // 8
+    target = max(needed, current + step if current else 0)
+    return -(-target // GROWTH_TOKENS) * GROWTH_TOKENS
+
+
+def _with_room(buffer: torch.Tensor | None, like: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    """The buffer itself if `needed` positions fit, else a larger one with the `used` positions copied."""
+    current = 0 if buffer is None else buffer.shape[2]
+    if buffer is not None and needed <= current:
+        return buffer
+    capacity = grown_capacity(needed, current)
+    grown = torch.empty((1, like.shape[1], capacity, like.shape[3]), dtype=like.dtype, device=like.device)
+    if buffer is not None and used:
+        grown[:, :, :used] = buffer[:, :, :used]
+    return grown

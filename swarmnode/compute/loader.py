@@ -1,0 +1,199 @@
+"""Load one stage: build the slice, then read its tensors by their offsets, straight into the memory they stay in.
+
+Anonymous memory grows by the slice in the serving dtype and one small staging buffer: bytes are never held twice, the
+page cache is not mapped, and tensors outside the slice are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import torch
+
+from swarmnode.catalog.safetensors_header import read_header
+from swarmnode.compute.engine import TorchEngine
+from swarmnode.compute.spec import serving_dtype
+from swarmnode.compute.stage_model import StageModel
+from swarmnode.errors import LoadFailed, LoadRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from swarmnode.catalog.safetensors_header import TensorEntry
+    from swarmnode.compute.spec import StageSpec
+
+    Progress = Callable[[int, int], None]
+    """Called with bytes read so far and bytes in all."""
+
+STAGING_BYTES = 4 << 20
+"""Converted or copied to a card in chunks of this size: large enough for the disk, small beside any slice."""
+MAX_CONFIG_BYTES = 4 << 20
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a tensor's bytes are."""
+
+    path: Path
+    entry: TensorEntry
+
+
+def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine:
+    """Load the slice and prove with one position that it runs; raises LoadRefused, LoadFailed or InvalidModel."""
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    device = pick_device(spec.device)
+    config = read_config(spec.folder)
+    sources = _find_tensors(spec)
+    dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(sources)))
+    model = StageModel(spec, config, dtype, device)
+    _fill(model, sources, progress)
+    model.finish()
+    engine = TorchEngine(model)
+    _prove(engine)
+    return engine
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device of a spec's `device`; raises LoadRefused if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise LoadRefused(f"device {name[:40]!r} is not auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LoadRefused("device 'cuda' was asked for, but torch sees no CUDA card here")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise LoadRefused(f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA cards")
+    return torch.device(name)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The servable's `tokenizer/config.json`."""
+    path = folder / "tokenizer" / "config.json"
+    try:
+        with path.open("rb") as file:
+            config = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"{path.name} of the model cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise LoadFailed(f"{path.name} of the model is not a JSON object")
+    return config
+
+
+def _find_tensors(spec: StageSpec) -> dict[str, _Source]:
+    """All tensors of the stage's files; where a name occurs twice (tied embeddings) the first one is as good."""
+    found: dict[str, _Source] = {}
+    for path in spec.files:
+        if path.suffix == ".safetensors":
+            for name, entry in read_header(path).items():
+                found.setdefault(name, _Source(path, entry))
+    if not found:
+        raise LoadFailed(f"no tensors in the stage's {len(spec.files)} files")
+    return found
+
+
+def _stored_dtype(sources: Mapping[str, _Source]) -> str:
+    """The dtype that most of the bytes have."""
+    sizes: dict[str, int] = {}
+    for source in sources.values():
+        sizes[source.entry.dtype] = sizes.get(source.entry.dtype, 0) + source.entry.size_bytes
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _fill(model: StageModel, sources: Mapping[str, _Source], progress: Progress | None) -> None:
+    wanted = model.parameters()
+    chosen = {name: _source_for(model, name, tuple(p.shape), sources) for name, p in wanted.items()}
+    total = sum(source.entry.size_bytes for source in chosen.values())
+    reader = _TensorReader(model.dtype, model.device, total, progress)
+    # In file order, so that a spinning disk reads forward.
+    for name, source in sorted(chosen.items(), key=lambda item: (str(item[1].path), item[1].entry.begin)):
+        model.set_parameter(name, reader.read(source, name))
+    reader.report()
+
+
+def _source_for(
+    model: StageModel, name: str, shape: tuple[int, ...], sources: Mapping[str, _Source]
+) -> _Source:
+    source = sources.get(name)
+    if source is None and model.tied and name == model.embedding_name:
+        source = sources.get("lm_head.weight")
+    if source is None:
+        raise LoadFailed(f"the stage's files lack tensor {name!r}")
+    if source.entry.shape != shape or source.entry.dtype not in _TORCH_DTYPES:
+        raise LoadFailed(
+            f"tensor {name!r} is {source.entry.dtype} {list(source.entry.shape)}, the model needs a float {list(shape)}"
+        )
+    return source
+
+
+class _TensorReader:
+    """Reads tensors into fresh memory of the serving dtype and counts the bytes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, total: int, progress: Progress | None) -> None:
+        self._dtype, self._device = dtype, device
+        self._total, self._progress, self._done, self._reported_s = total, progress, 0, 0.0
+        self._staging = memoryview(bytearray())
+
+    def read(self, source: _Source, name: str) -> torch.Tensor:
+        """One tensor; a file that ends early raises LoadFailed."""
+        stored = _TORCH_DTYPES[source.entry.dtype]
+        target = torch.empty(source.entry.shape, dtype=self._dtype, device=self._device)
+        try:
+            with source.path.open("rb", buffering=0) as file:
+                file.seek(source.entry.begin)
+                if stored == self._dtype and self._device.type == "cpu":
+                    self._read_into(cast("BinaryIO", file), _bytes_of(target), name)
+                else:
+                    self._convert(cast("BinaryIO", file), target.view(-1), stored, name)
+        except OSError as error:
+            raise LoadFailed(f"tensor {name!r} of {source.path.name} cannot be read: {error}") from error
+        return target
+
+    def report(self) -> None:
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _read_into(self, file: BinaryIO, view: memoryview, name: str) -> None:
+        while view:
+            count = file.readinto(view[:STAGING_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                raise LoadFailed(f"tensor {name!r} ends early; fetch the stage's files again")
+            view = view[count:]
+            self._done += count
+            self._report_sometimes()
+
+    def _convert(self, file: BinaryIO, flat: torch.Tensor, stored: torch.dtype, name: str) -> None:
+        if not self._staging:
+            self._staging = memoryview(bytearray(STAGING_BYTES))
+        step = STAGING_BYTES // stored.itemsize
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            raw = self._staging[: part.numel() * stored.itemsize]
+            self._read_into(file, raw, name)
+            part.copy_(torch.frombuffer(raw, dtype=stored))
+
+    def _report_sometimes(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= 0.1:
+            self._reported_s = now_s
+            self.report()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _prove(engine: TorchEngine) -> None:
+    """One throwaway position: parts that were not understood raise here, before the ring counts on this stage."""
+    try:
+        engine.probe()
+    except LoadRefused:
+        raise
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise LoadRefused(f"the loaded slice does not run: {type(error).__name__}: {str(error)[:500]}") from error

@@ -1,0 +1,60 @@
+"""What one stage is asked to load: which layers, from which files, in which dtype and on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmnode.errors import LoadRefused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = ("auto", "float32", "bfloat16")
+SERVING_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage of one loaded model: layers first_layer … end_layer-1 of num_layers.
+
+    `folder` holds `tokenizer/` (with `config.json`) and `shards/`; `files` are the shard files that hold the slice.
+    `dtype` "auto" serves float32 weights in float32 and both half formats in bfloat16 (see `serving_dtype`).
+    `device` is "auto" (CUDA if there is a card), "cpu", "cuda" or "cuda:N". `threads` 0 leaves torch's own choice.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    first_layer: int
+    end_layer: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_layer < self.end_layer <= self.num_layers:
+            raise LoadRefused(
+                f"layers {self.first_layer} to {self.end_layer} are not a slice of a model with "
+                f"{self.num_layers} layers; a stage needs at least one layer"
+            )
+        if self.is_first != (self.first_layer == 0) or self.is_last != (self.end_layer == self.num_layers):
+            raise LoadRefused(
+                f"layers {self.first_layer} to {self.end_layer} of {self.num_layers} do not fit "
+                f"is_first={self.is_first}, is_last={self.is_last}"
+            )
+        if self.dtype not in DTYPES:
+            raise LoadRefused(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+def serving_dtype(asked: str, stored: str) -> str:
+    """The dtype a stage computes in, from what was asked and what the files hold ("F32", "BF16", "F16", …).
+
+    float16 is served in bfloat16: the same size, no overflow in the residual stream, and the wire knows only float32
+    and bfloat16. Who wants float16's extra mantissa bits asks for float32, which holds every float16 exactly.
+    """
+    if asked != "auto":
+        return asked
+    return "bfloat16" if stored in ("BF16", "F16") else "float32"
