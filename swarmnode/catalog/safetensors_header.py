@@ -166,23 +166,17 @@ def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _check_contiguous(
-    ordered: list[tuple[str, TensorEntry]], data_begin: int, file_bytes: int, file_name: str
-) -> None:
+def _check_contiguous(ordered: list[tuple[str, TensorEntry]], data_begin: int, file_bytes: int, file_name: str) -> None:
     """The format allows no hole, no overlap and no tail: each tensor begins where the one before it ends."""
     position = data_begin
     for name, entry in ordered:
         where = f"{file_name}: tensor {name[:80]!r}"
         if entry.end > file_bytes:
-            raise InvalidModel(
-                f"{where}: ends at byte {entry.end}, the file has {file_bytes}; is it cut short?"
-            )
+            raise InvalidModel(f"{where}: ends at byte {entry.end}, the file has {file_bytes}; is it cut short?")
         if entry.begin < position:
             raise InvalidModel(f"{where}: begins at byte {entry.begin}, inside the tensor before it")
         if entry.begin > position:
-            raise InvalidModel(
-                f"{where}: begins at byte {entry.begin}, {entry.begin - position} bytes belong to none"
-            )
+            raise InvalidModel(f"{where}: begins at byte {entry.begin}, {entry.begin - position} bytes belong to none")
         position = entry.end
     if position != file_bytes:
         raise InvalidModel(f"{file_name}: {file_bytes - position} bytes after the last tensor belong to none")
