@@ -1,0 +1,152 @@
+"""One HTTP/1.1 connection of the API port: hypercorn's protocol on a trio stream, with bounded writes.
+
+hypercorn's own TCPServer is not used because its send is shielded without a deadline (one client that stops reading
+keeps a server from ever ending), and because it turns `PRI` and `Upgrade: h2c` into HTTP/2.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.events import Closed, RawData, Updated
+from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+if TYPE_CHECKING:
+    from hypercorn.events import Event
+    from starlette.types import ASGIApp
+
+    from swarmnode.api.limits import ApiLimits
+
+log = logging.getLogger("swarmnode.api.http")
+
+RECEIVE_BYTES = 1 << 16
+MAX_HEADER_BYTES = 1 << 16
+"""Request line and headers: browsers send up to some 10 KiB of cookies on localhost, which all its ports share."""
+REFUSE_HTTP2 = b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def hypercorn_config(limits: ApiLimits) -> Config:
+    config = Config()
+    config.accesslog = None
+    config.errorlog = log
+    config.alpn_protocols = ["http/1.1"]
+    config.keep_alive_timeout = limits.idle_connection_s
+    config.keep_alive_max_requests = 1 << 40  # no connection ends by count: a client would see a reset
+    config.h11_max_incomplete_size = MAX_HEADER_BYTES
+    config.include_server_header = False
+    return config
+
+
+class Connection:
+    """Serves one accepted stream until either side ends it."""
+
+    def __init__(
+        self, app: ASGIApp, config: Config, context: WorkerContext, stream: trio.SocketStream, write_s: float
+    ) -> None:
+        self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette's and hypercorn's names for one protocol
+        self._config = config
+        self._context = context
+        self._stream = stream
+        self._write_s = write_s
+        self._writing = trio.Lock()
+        self._idle = TrioSingleTask()
+
+    async def run(self) -> None:
+        """Returns when the connection is over; no failure of one client gets out."""
+        _set_options(self._stream.socket, self._write_s)
+        try:
+            async with TaskGroup() as self._tasks:
+                self._protocol = self._new_protocol()
+                await self._protocol.initiate()
+                await self._idle.restart(self._tasks, self._idle_timeout)
+                await self._read()
+        except* OSError:
+            pass  # the client is gone
+        except* Exception as failures:
+            log.error("a connection failed", exc_info=failures)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once: wakes every task that waits on this socket."""
+        self._stream.socket.close()
+
+    def _new_protocol(self) -> H11Protocol:
+        sock = self._stream.socket
+        client = parse_socket_addr(sock.family, sock.getpeername())
+        server = parse_socket_addr(sock.family, sock.getsockname())
+        state = ConnectionState({})
+        return H11Protocol(
+            self._app, self._config, self._context, self._tasks, state, False, client, server, self._send
+        )
+
+    async def _read(self) -> None:
+        data: Any = None
+        while data != b"":
+            try:
+                data = bytes(await self._stream.receive_some(RECEIVE_BYTES))
+            except (trio.ClosedResourceError, trio.BrokenResourceError):
+                break
+            try:
+                await self._protocol.handle(RawData(data))
+            except (H2ProtocolAssumedError, H2CProtocolRequiredError):
+                await self._write(REFUSE_HTTP2)
+                break
+        await self._protocol.handle(Closed())
+        await self._idle.stop()
+
+    async def _send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            await self._write(event.data)
+        elif isinstance(event, Updated):
+            if event.idle:
+                await self._idle.restart(self._tasks, self._idle_timeout)
+            else:
+                await self._idle.stop()
+        else:
+            await self._end()
+
+    async def _write(self, data: bytes) -> None:
+        """All of `data`, or the connection ends: a part of it would corrupt what follows."""
+        async with self._writing:
+            sent = False
+            with trio.move_on_after(self._write_s, shield=True):
+                try:
+                    await self._stream.send_all(data)
+                    sent = True
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    pass
+        if not sent:
+            self.abort()
+            await self._protocol.handle(Closed())
+
+    async def _end(self) -> None:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+            await self._stream.send_eof()
+        self.abort()
+        await self._protocol.handle(Closed())
+
+    async def _idle_timeout(self) -> None:
+        with trio.move_on_after(self._config.keep_alive_timeout):
+            await self._context.terminated.wait()
+        self.abort()
+
+
+def _set_options(sock: trio.socket.SocketType, write_s: float) -> None:
+    """Small chunks leave at once, and the kernel too gives up on a client that acknowledges nothing."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_s * 1000))
+    except OSError:
+        log.debug("socket options refused", exc_info=True)  # the client has already closed

@@ -1,0 +1,30 @@
+"""The API port's limits and deadlines in one place, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """Tests make them small; nothing else changes them."""
+
+    body_bytes: int = 4 << 20
+    """About a million tokens of English; parsing it takes under 100 ms of the event loop."""
+    body_idle_s: float = 20.0
+    """A body that stands still this long is given up (408): a slow writer must not hold a request for ever."""
+    body_total_s: float = 120.0
+    """4 MiB over a 300 kbit/s uplink."""
+    linger_s: float = 2.0
+    """After an early refusal the body is still read this long, so that the client sees the answer, not a reset."""
+    sse_keep_alive_s: float = 10.0
+    """Well under the 60 s after which nginx and load balancers cut a silent connection."""
+    idle_connection_s: float = 130.0
+    """Above the 120 s for which client pools keep connections, so that the client closes first."""
+    write_s: float = 30.0
+    """A client that does not read for so long is gone; its request is cancelled and its memory freed."""
+    grace_s: float = 1.0
+    """How long running replies may finish when the server stops; then they are cut."""
+
+
+DEFAULT_LIMITS = ApiLimits()
