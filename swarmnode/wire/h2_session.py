@@ -202,7 +202,7 @@ class H2Session:
     def accept(self, channel: ChannelId, status: int = 200) -> None:
         """Answer an opened channel; anything but 200 refuses it and ends it."""
         refused = status != 200
-        if channel in self._out:
+        if channel in self._out and not self._closed:
             self._h2.send_headers(channel, ((":status", str(status)),), end_stream=refused)
             if refused:
                 self._out[channel].local_ended = True

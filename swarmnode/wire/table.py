@@ -128,7 +128,7 @@ def _kind(name: str, group: str, keys: tuple[Key, ...], body: BodyRule = "none")
 
 
 def _link_kinds() -> tuple[Kind, ...]:
-    who = (_key("swarm", _ID), _key("node", _ID), _key("boot", _ID), _key("name", _ID))
+    who = (_key("node", _ID), _key("boot", _ID), _key("name", _ID))
     about = (_key("caps", _CAPABILITIES), _key("term", _COUNT))
     hello = (
         _key("protocol", Ints(2, 2, 1, 2**31 - 1)),
@@ -208,6 +208,7 @@ def _load_kinds() -> tuple[Kind, ...]:
         _kind("progress", "load", (*_RING_STAGE, *_PROGRESS)),
         _kind("stage_ready", "load", _RING_STAGE, "map"),
         _kind("stage_failed", "load", (*_RING_STAGE, *_ERROR)),
+        _kind("unloaded", "load", _RING_STAGE),
         _kind("gauges", "load", _RING_STAGE, "map"),
     )
 

@@ -1,0 +1,45 @@
+"""Addresses of nodes: HOST:PORT as text and as a value, and which of them may be used before TLS is there."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from swarmnode.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """HOST:PORT or [IPV6]:PORT; raises InvalidRequest that names the text."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise InvalidRequest(f"address {text[:120]!r} is not HOST:PORT with a port of 0 to 65535")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise InvalidRequest(f"address {text[:120]!r}: write an IPv6 address in brackets, [::1]:4000")
+    return Address(host, int(port))
+
+
+def require_loopback(address: Address) -> Address:
+    """The address with `localhost` resolved; raises InvalidRequest for one that other machines could reach."""
+    if address.host == "localhost":
+        return Address("127.0.0.1", address.port)
+    try:
+        allowed = ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        allowed = False
+    if not allowed:
+        raise InvalidRequest(
+            f"swarm address {address} is not a loopback address: links between nodes are not encrypted or "
+            "authenticated yet, so a swarm port binds and dials 127.0.0.1, ::1 or localhost only"
+        )
+    return address

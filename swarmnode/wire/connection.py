@@ -1,0 +1,287 @@
+"""One HTTP/2 connection on trio: exactly one task reads and one writes; channels are queues between them and their users."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
+from swarmnode.wire import h2_session as h2s
+from swarmnode.wire import limits
+from swarmnode.wire.deadlines import CHANNEL_CLOSE_S
+from swarmnode.wire.frames import FrameDecoder, encode, frame_size
+from swarmnode.wire.link import Channel
+from swarmnode.wire.traffic import Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from swarmnode.errors import SwarmError
+    from swarmnode.wire.frames import Frame
+
+_PROTOCOL_ERROR = 0x1
+_CANCEL = 0x8
+
+
+class DirectChannel(Channel):
+    """A channel of one connection. Bytes wait here undecoded: the consumer decodes, and so gives credit back."""
+
+    def __init__(self, connection: Connection, channel: h2s.ChannelId, kind: str) -> None:
+        self.kind = kind
+        self.counts = Counts()
+        self._connection = connection
+        self._id = channel
+        self._decoder = FrameDecoder()
+        self._frames: deque[Frame] = deque()
+        self._inbox: deque[h2s.Data] = deque()
+        self._arrived = trio.Event()
+        self._ended = False
+        self._broken: SwarmError | None = None
+
+    async def send(self, frame: Frame) -> None:
+        await trio.lowlevel.checkpoint()
+        while self._broken is None and self._full:
+            await self._connection.written()
+        self._queue(frame)
+
+    def send_nowait(self, frame: Frame) -> None:
+        if self._full:
+            raise Overloaded(f"more than {limits.SEND_QUEUE_BYTES} bytes wait on a {self.kind} channel")
+        self._queue(frame)
+
+    async def receive(self) -> Frame:
+        if self._frames or self._inbox:
+            await trio.lowlevel.checkpoint()
+        while not self._frames:
+            if self._inbox:
+                self._decode(self._inbox.popleft())
+            elif self._ended:
+                self._check_whole()
+                raise trio.EndOfChannel
+            elif self._broken is not None:
+                raise type(self._broken)(self._broken.message)
+            else:
+                await self._arrived.wait()
+        return self._frames.popleft()
+
+    async def aclose(self) -> None:
+        session = self._connection.session
+        session.finish(self._id, reset_after=True)
+        self._connection.wake_writer()
+        with trio.move_on_after(CHANNEL_CLOSE_S):
+            while self._broken is None and session.queued_bytes(self._id):
+                await self._connection.written()
+        self._leave("the channel was closed")
+
+    def abort(self) -> None:
+        self._abort(_CANCEL)
+
+    def _abort(self, code: int) -> None:
+        self._leave("the channel was closed", code)
+
+    @property
+    def _full(self) -> bool:
+        return self._connection.session.queued_bytes(self._id) >= limits.SEND_QUEUE_BYTES
+
+    def _queue(self, frame: Frame) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(self._broken.message)
+        encoded = encode(frame)
+        self._connection.session.send(self._id, *encoded)
+        self.counts.gave(frame_size(encoded))
+        self._connection.wake_writer()
+
+    def _decode(self, data: h2s.Data) -> None:
+        self._connection.session.consumed(self._id, data.credit)
+        self._connection.wake_writer()
+        try:
+            frames = self._decoder.feed(data.data)
+        except ProtocolError:
+            self._abort(_PROTOCOL_ERROR)
+            raise
+        self.counts.bytes_in += len(data.data)
+        self.counts.frames_in += len(frames)
+        self._frames.extend(frames)
+
+    def _check_whole(self) -> None:
+        if self._decoder.buffered:
+            raise ProtocolError(f"the channel ended inside a frame, {self._decoder.buffered} bytes of it had come")
+
+    def _leave(self, why: str, code: int | None = None) -> None:
+        self.fail(LinkBroken(why))
+        while self._inbox:
+            self._connection.session.consumed(self._id, self._inbox.popleft().credit)
+        self._connection.forget(self._id, code)
+
+    # -- called by the connection
+
+    def deliver(self, data: h2s.Data) -> None:
+        self._inbox.append(data)
+        self._notify()
+
+    def end(self) -> None:
+        self._ended = True
+        self._notify()
+
+    def fail(self, error: SwarmError) -> None:
+        if self._broken is None:
+            self._broken = error
+            self._notify()
+
+    def _notify(self) -> None:
+        self._arrived.set()
+        self._arrived = trio.Event()
+
+
+class Connection:
+    """Runs one stream. `on_open` is called (by the reader; it must not wait) for channels the peer opens."""
+
+    def __init__(
+        self, stream: trio.abc.Stream, *, client: bool, on_open: Callable[[DirectChannel], None] | None = None
+    ) -> None:
+        self.session = h2s.H2Session(client=client)
+        self._stream = stream
+        self._on_open = on_open
+        self._channels: dict[h2s.ChannelId, DirectChannel] = {}
+        self._wake = trio.Event()
+        self._written = trio.Event()
+        self._ended = trio.Event()
+        self._writing = False
+        self._closing = False
+
+    async def run(self) -> None:
+        """Read and write until the connection ends, for whatever reason; the channels hear of it."""
+        error: SwarmError = LinkBroken("the connection was closed")
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write_all, nursery.cancel_scope)
+                error = await self._read_all()
+                nursery.cancel_scope.deadline = trio.current_time() + CHANNEL_CLOSE_S
+                self._close_after_writing()
+        finally:
+            self._fail_channels(error)
+            self._ended.set()
+            await trio.aclose_forcefully(self._stream)
+
+    def open_channel(self, kind: str) -> DirectChannel:
+        channel_id = self.session.open_channel(h2s.PATH_PREFIX + kind)
+        channel = DirectChannel(self, channel_id, kind)
+        self._channels[channel_id] = channel
+        self.wake_writer()
+        return channel
+
+    def refuse(self, channel: DirectChannel, status: int) -> None:
+        """Turn down a channel the peer opened, before anything was read from it."""
+        self.session.accept(channel._id, status)
+        channel.abort()
+
+    async def aclose(self) -> None:
+        """Let everything queued out, say goodbye, and wait for the peer to hang up, all within CHANNEL_CLOSE_S."""
+        with trio.move_on_after(CHANNEL_CLOSE_S):
+            while not self._ended.is_set() and (self._writing or not self.session.idle):
+                await self.written()
+            self._close_after_writing()
+            await self._ended.wait()
+
+    def wake_writer(self) -> None:
+        self._wake.set()
+
+    async def written(self) -> None:
+        """Wait until something more was written, or the connection ended."""
+        if not self._ended.is_set():
+            await self._written.wait()
+
+    def forget(self, channel: h2s.ChannelId, code: int | None) -> None:
+        """A user left a channel; with a code it is reset, without it ends behind what is queued."""
+        if self._channels.pop(channel, None) is None:
+            return
+        if code is not None or self.session.queued_bytes(channel):
+            self.session.reset(channel, _CANCEL if code is None else code)
+        self.wake_writer()
+
+    # -- the reader
+
+    async def _read_all(self) -> SwarmError:
+        try:
+            while True:
+                data = await self._stream.receive_some(limits.READ_BYTES)
+                if not data:
+                    return LinkBroken("the peer closed the connection")
+                for event in self.session.receive_data(data, trio.current_time()):
+                    self._take(event)
+                self.wake_writer()
+                if self.session.closed and not self._closing:
+                    return LinkBroken("the peer ended the connection")
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            return LinkBroken(f"the connection broke: {error.__cause__ or error}")
+        except ProtocolError as error:
+            return error
+
+    def _take(self, event: h2s.Event) -> None:
+        if isinstance(event, h2s.Closed):
+            return
+        channel = self._channels.get(event.channel)
+        if isinstance(event, h2s.Opened):
+            self._opened(event)
+        elif channel is None:
+            if isinstance(event, h2s.Data):
+                self.session.consumed(event.channel, event.credit)
+        elif isinstance(event, h2s.Data):
+            channel.deliver(event)
+        elif isinstance(event, h2s.Ended):
+            channel.end()
+        elif isinstance(event, h2s.Reset):
+            self._channels.pop(event.channel)
+            channel.fail(LinkBroken(f"the peer reset the channel (code {event.code})"))
+        elif event.status != 200:
+            channel.fail(LinkBroken(f"the peer refused a {channel.kind} channel with status {event.status}"))
+
+    def _opened(self, event: h2s.Opened) -> None:
+        kind = event.path.removeprefix(h2s.PATH_PREFIX)
+        if self._on_open is None or kind == event.path:
+            self.session.accept(event.channel, 404)
+            return
+        channel = DirectChannel(self, event.channel, kind)
+        self._channels[event.channel] = channel
+        self._on_open(channel)
+
+    def accept(self, channel: DirectChannel) -> None:
+        """Take a channel the peer opened."""
+        self.session.accept(channel._id)
+        self.wake_writer()
+
+    # -- the writer
+
+    async def _write_all(self, scope: trio.CancelScope) -> None:
+        try:
+            while True:
+                data = self.session.data_to_send()
+                self._writing = bool(data)
+                if data:
+                    await self._stream.send_all(data)
+                self._writing = False
+                self._notify_written()
+                if not data:
+                    if self._closing:
+                        return
+                    await self._wake.wait()
+                    self._wake = trio.Event()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            scope.cancel()
+
+    def _notify_written(self) -> None:
+        self._written.set()
+        self._written = trio.Event()
+
+    def _close_after_writing(self) -> None:
+        self._closing = True
+        self.session.close()
+        self.wake_writer()
+
+    def _fail_channels(self, error: SwarmError) -> None:
+        for channel in tuple(self._channels.values()):
+            channel.fail(error)
+        self._channels.clear()
+        self._notify_written()

@@ -1,0 +1,143 @@
+"""Direct links: TCP between two nodes, HTTP/2 on it, HELLO and WELCOME on every channel."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.wire.address import Address, require_loopback
+from swarmnode.wire.connection import Connection, DirectChannel
+from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, TCP_USER_TIMEOUT_S
+from swarmnode.wire.handshake import answer, greet
+from swarmnode.wire.link import CHANNEL_KINDS, LinkOptions
+from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.traffic import Route, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from swarmnode.wire.link import Channel, ChannelHandler, Hello, Identity, Parameters
+
+NOTSENT_LOWAT_BYTES = 128 << 10
+"""More than this unsent in the kernel and a small frame would wait behind it where we cannot take turns."""
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def dial(
+    address: Address, kind: str, identity: Identity, options: LinkOptions = LinkOptions()  # noqa: B008
+) -> AsyncIterator[Channel]:
+    """See `link.Transport.dial`."""
+    stream = await _connect(require_loopback(address))
+    async with open_flat_nursery() as nursery:
+        connection = Connection(_secure(stream), client=True)
+        nursery.start_soon(connection.run)
+        async with connection.open_channel(kind) as channel:
+            channel.welcome = await greet(channel, identity, options.parameters)
+            _count(channel, channel.welcome.identity, options.parameters, options.traffic)
+            yield channel
+        await connection.aclose()
+        nursery.cancel_scope.cancel()
+
+
+async def listen(
+    address: Address,
+    handler: ChannelHandler,
+    identity: Identity,
+    *,
+    traffic: Traffic | None = None,
+    task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """See `link.Transport.listen`."""
+    address = require_loopback(address)
+    try:
+        (listener,) = await trio.open_tcp_listeners(address.port, host=address.host)
+    except OSError as error:
+        raise LinkBroken(f"cannot listen on {address}: {error}") from error
+    served = _Listener(handler, identity, traffic or Traffic())
+    async with open_flat_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, served.serve, [listener])
+        task_status.started(Address(address.host, listener.socket.getsockname()[1]))
+
+
+class _Listener:
+    def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic) -> None:
+        self._handler = handler
+        self._identity = identity
+        self._traffic = traffic
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        """One connection; nothing that happens on it may end the listener."""
+        _tune(stream)
+        opened = trio.Event()
+
+        async with open_flat_nursery() as nursery:
+
+            def on_open(channel: DirectChannel) -> None:
+                opened.set()
+                nursery.start_soon(self._serve_channel, connection, channel)
+
+            connection = Connection(_secure(stream), client=False, on_open=on_open)
+            nursery.start_soon(_close_unless, opened, connection)
+            await connection.run()
+            opened.set()
+
+    async def _serve_channel(self, connection: Connection, channel: DirectChannel) -> None:
+        if channel.kind not in CHANNEL_KINDS:
+            connection.refuse(channel, 404)
+            return
+        connection.accept(channel)
+        try:
+            async with channel:
+                hello = await answer(channel, self._identity)
+                _count(channel, hello.identity, hello.parameters, self._traffic)
+                await self._handler(channel.kind, hello, channel)
+        except SwarmError as error:
+            _log.info("a %s channel ended: %s", channel.kind, error)
+        except Exception:
+            _log.exception("a %s channel ended by a bug; the listener goes on", channel.kind)
+
+
+async def _close_unless(opened: trio.Event, connection: Connection) -> None:
+    with trio.move_on_after(HELLO_S) as scope:
+        await opened.wait()
+    if scope.cancelled_caught:
+        await connection.aclose()
+
+
+def _count(channel: Channel, peer: Identity, parameters: Parameters, traffic: Traffic) -> None:
+    route = Route(channel.kind, peer.node, parameters.ring or "", parameters.lane or "")
+    counts = traffic.counts(route)
+    counts.add(channel.counts)
+    channel.counts = counts
+
+
+async def _connect(address: Address) -> trio.SocketStream:
+    try:
+        with trio.fail_after(CONNECT_S):
+            stream = await trio.open_tcp_stream(address.host, address.port)
+    except trio.TooSlowError:
+        raise LinkBroken(f"{address} did not answer within {CONNECT_S:g} s") from None
+    except OSError as error:
+        raise LinkBroken(f"cannot connect to {address}: {error}") from error
+    _tune(stream)
+    return stream
+
+
+def _secure(stream: trio.abc.Stream) -> trio.abc.Stream:
+    """The one place where TLS is put around a stream; until then `require_loopback` keeps links on this machine."""
+    return stream
+
+
+def _tune(stream: trio.SocketStream) -> None:
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TCP_USER_TIMEOUT_S * 1000))

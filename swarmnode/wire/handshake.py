@@ -1,0 +1,129 @@
+"""HELLO and WELCOME: who is there, and which protocol both speak. A link is up only after them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.errors import MAX_MESSAGE_CHARS, LinkBroken, ProtocolError, SwarmError, from_wire
+from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.wire.deadlines import HELLO_S
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import Channel, Hello, Identity, Parameters, Welcome
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+async def greet(channel: Channel, identity: Identity, parameters: Parameters) -> Welcome:
+    """The dialer's part. Raises LinkBroken when no answer came in time, or the error it was refused with."""
+    await channel.send(_hello_frame(identity, parameters))
+    answer = await _first_frame(channel, "WELCOME")
+    if answer.kind == "refuse":
+        raise from_wire(answer.header["code"], answer.header["message"])
+    if answer.kind != "welcome":
+        raise ProtocolError(f"the peer answered hello with {answer.kind}")
+    header = answer.header
+    if not identity.protocol[0] <= header["protocol"] <= identity.protocol[1]:
+        raise ProtocolError(f"the peer chose protocol {header['protocol']}; offered were {_range(identity.protocol)}")
+    return Welcome(header["protocol"], _identity(header, protocol=(header["protocol"],) * 2))
+
+
+async def answer(channel: Channel, identity: Identity) -> Hello:
+    """The listener's part. A hello that cannot be met is refused with the reason, which is raised here as well."""
+    try:
+        first = await _first_frame(channel, "HELLO")
+        if first.kind != "hello":
+            raise ProtocolError(f"the first frame of a channel is {first.kind}; it must be hello")
+        theirs = _range_of(first.header)
+        chosen = choose_protocol(identity.protocol, theirs)
+    except ProtocolError as error:
+        await refuse(channel, error)
+        raise
+    about = {"caps": list(identity.capabilities), "term": identity.term}
+    header = {"protocol": chosen, "node": identity.node, "boot": identity.boot, "name": identity.name, **about}
+    await channel.send(Frame("welcome", header))
+    return Hello(_identity(first.header, protocol=theirs), _parameters(first.header))
+
+
+async def refuse(channel: Channel, error: SwarmError) -> None:
+    """Tell the other end why, and end the channel."""
+    try:
+        await channel.send(Frame("refuse", {"code": error.code, "message": error.message[:MAX_MESSAGE_CHARS]}))
+        await channel.aclose()
+    except LinkBroken:
+        channel.abort()
+
+
+def choose_protocol(ours: tuple[int, int], theirs: tuple[int, int]) -> int:
+    """The newest protocol both speak; raises ProtocolError that names both ranges."""
+    chosen = min(ours[1], theirs[1])
+    if chosen < max(ours[0], theirs[0]) or theirs[0] > theirs[1]:
+        raise ProtocolError(
+            f"no common protocol: the listener speaks {_range(ours)}, the dialer {_range(theirs)}; "
+            "update the older program"
+        )
+    return chosen
+
+
+async def _first_frame(channel: Channel, what: str) -> Frame:
+    try:
+        with trio.fail_after(HELLO_S):
+            return await channel.receive()
+    except trio.TooSlowError:
+        raise LinkBroken(f"no {what} within {HELLO_S:g} s") from None
+    except trio.EndOfChannel:
+        raise LinkBroken(f"the peer ended the channel before {what}") from None
+
+
+def _range(protocol: tuple[int, int]) -> str:
+    low, high = protocol
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _range_of(header: Mapping[str, Any]) -> tuple[int, int]:
+    low, high = header["protocol"]
+    return low, high
+
+
+def _hello_frame(identity: Identity, parameters: Parameters) -> Frame:
+    header: dict[str, Any] = {
+        "protocol": list(identity.protocol),
+        "node": identity.node,
+        "boot": identity.boot,
+        "name": identity.name,
+        "roles": list(identity.roles),
+        "caps": list(identity.capabilities),
+        "term": identity.term,
+        "listen": list(identity.listen),
+    }
+    optional = {"ring": parameters.ring, "lane": parameters.lane, "stage": parameters.stage}
+    header |= {name: value for name, value in optional.items() if value is not None}
+    if parameters.epoch is not None:
+        header["epoch"] = list(parameters.epoch)
+    return Frame("hello", header)
+
+
+def _identity(header: Mapping[str, Any], protocol: tuple[int, int]) -> Identity:
+    return Identity(
+        NodeId(header["node"]),
+        BootId(header["boot"]),
+        header["name"],
+        roles=tuple(header.get("roles", ())),
+        capabilities=tuple(header["caps"]),
+        term=header["term"],
+        listen=tuple(header.get("listen", ())),
+        protocol=protocol,
+    )
+
+
+def _parameters(header: Mapping[str, Any]) -> Parameters:
+    ring = header.get("ring")
+    epoch = header.get("epoch")
+    return Parameters(
+        ring=None if ring is None else RingId(ring),
+        epoch=None if epoch is None else (epoch[0], epoch[1]),
+        lane=header.get("lane"),
+        stage=header.get("stage"),
+    )

@@ -1,0 +1,156 @@
+"""The seam between nodes: channels that carry frames, and the two calls that make them. Direct, relayed, polled and
+in-memory links all look like this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, Self
+
+import trio
+
+from swarmnode.wire.traffic import Counts, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
+    from types import TracebackType
+
+    from swarmnode.ids import BootId, NodeId, RingId
+    from swarmnode.ring.messages import Epoch
+    from swarmnode.wire.address import Address
+    from swarmnode.wire.frames import Frame
+
+CHANNEL_KINDS = ("control", "requests", "files", "steps", "prompts")
+"""Each has a connection of its own, so that nothing small waits behind something big."""
+PROTOCOL = (1, 1)
+"""Oldest and newest protocol this program speaks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a node says of itself in HELLO and WELCOME."""
+
+    node: NodeId
+    boot: BootId
+    name: str
+    roles: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    term: int = 0
+    listen: tuple[str, ...] = ()
+    protocol: tuple[int, int] = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a channel is for, beyond its kind: set for the lanes of a ring."""
+
+    ring: RingId | None = None
+    epoch: Epoch | None = None
+    lane: str | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The dialer's first frame, as the listener got it."""
+
+    identity: Identity
+    parameters: Parameters = Parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The listener's answer: the protocol both will speak, and who it is."""
+
+    protocol: int
+    identity: Identity
+
+
+class Channel(ABC):
+    """Frames in order, both ways. One task receives at a time; any task may send.
+
+    As a context manager: a clean exit lets queued frames out and ends the channel; an exception or a cancel resets it
+    at once. When the link breaks, every waiting task gets LinkBroken, after the frames that came before.
+    """
+
+    kind: str
+    counts: Counts
+    welcome: Welcome | None = None
+    """On the dialer's side: who answered."""
+
+    @abstractmethod
+    async def send(self, frame: Frame) -> None:
+        """Queue a frame, waiting while the queue is full. Raises LinkBroken, ProtocolError."""
+
+    @abstractmethod
+    def send_nowait(self, frame: Frame) -> None:
+        """Queue a frame; raises Overloaded when the queue is full, LinkBroken, ProtocolError."""
+
+    @abstractmethod
+    async def receive(self) -> Frame:
+        """The next frame. Raises trio.EndOfChannel after a clean end, LinkBroken, ProtocolError."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Let queued frames out (for CHANNEL_CLOSE_S at most), then end the channel in both directions."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the channel at once; what is queued is lost and the other side gets LinkBroken."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        else:
+            self.abort()
+
+    def __aiter__(self) -> AsyncIterator[Frame]:
+        return self
+
+    async def __anext__(self) -> Frame:
+        try:
+            return await self.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+
+
+if TYPE_CHECKING:
+    ChannelHandler = Callable[[str, Hello, Channel], Awaitable[None]]
+    """Serves one channel: (channel kind, hello, channel). Returning ends the channel in good order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What both calls of a transport take besides the obvious."""
+
+    parameters: Parameters = Parameters()
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+class Transport(Protocol):
+    """Makes channels. The modules `direct` and, with virtual time, a `memory.MemoryNetwork` are transports."""
+
+    def dial(
+        self, address: Address, kind: str, identity: Identity, options: LinkOptions = ...
+    ) -> AbstractAsyncContextManager[Channel]:
+        """Open a channel on a connection of its own; inside the block the link is up (WELCOME came).
+
+        Raises LinkBroken where nobody answers in time, or the error the listener refused with.
+        """
+
+    async def listen(
+        self,
+        address: Address,
+        handler: ChannelHandler,
+        identity: Identity,
+        *,
+        traffic: Traffic | None = None,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serve channels until cancelled; started with the address that was bound (port 0: any free one)."""

@@ -1,0 +1,29 @@
+"""A nursery for links: an error that is alone comes out as itself, not wrapped in a group of one."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@asynccontextmanager
+async def open_flat_nursery() -> AsyncIterator[trio.Nursery]:
+    """The tasks inside report failures through channels, so the block's own error is usually the only one; whoever
+    wraps `async with dial(…)` in `except LinkBroken` would otherwise never see it."""
+    try:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+    except BaseExceptionGroup as group:
+        raise _alone(group) from None
+
+
+def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
