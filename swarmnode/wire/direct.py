@@ -14,14 +14,14 @@ from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.connection import Connection, DirectChannel
 from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, TCP_USER_TIMEOUT_S
 from swarmnode.wire.handshake import answer, greet
-from swarmnode.wire.link import CHANNEL_KINDS, LinkOptions
+from swarmnode.wire.link import CHANNEL_KINDS, NO_OPTIONS
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.traffic import Route, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from swarmnode.wire.link import Channel, ChannelHandler, Hello, Identity, Parameters
+    from swarmnode.wire.link import Channel, ChannelHandler, Identity, LinkOptions, Parameters
 
 NOTSENT_LOWAT_BYTES = 128 << 10
 """More than this unsent in the kernel and a small frame would wait behind it where we cannot take turns."""
@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def dial(
-    address: Address, kind: str, identity: Identity, options: LinkOptions = LinkOptions()  # noqa: B008
+    address: Address,
+    kind: str,
+    identity: Identity,
+    options: LinkOptions = NO_OPTIONS,
 ) -> AsyncIterator[Channel]:
     """See `link.Transport.dial`."""
     stream = await _connect(require_loopback(address))
@@ -60,14 +63,14 @@ async def listen(
         (listener,) = await trio.open_tcp_listeners(address.port, host=address.host)
     except OSError as error:
         raise LinkBroken(f"cannot listen on {address}: {error}") from error
-    served = _Listener(handler, identity, traffic or Traffic())
+    served = _Listener(handler, identity, traffic)
     async with open_flat_nursery() as nursery:
         await nursery.start(trio.serve_listeners, served.serve, [listener])
         task_status.started(Address(address.host, listener.socket.getsockname()[1]))
 
 
 class _Listener:
-    def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic) -> None:
+    def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic | None) -> None:
         self._handler = handler
         self._identity = identity
         self._traffic = traffic
@@ -111,7 +114,9 @@ async def _close_unless(opened: trio.Event, connection: Connection) -> None:
         await connection.aclose()
 
 
-def _count(channel: Channel, peer: Identity, parameters: Parameters, traffic: Traffic) -> None:
+def _count(channel: Channel, peer: Identity, parameters: Parameters, traffic: Traffic | None) -> None:
+    if traffic is None:
+        return
     route = Route(channel.kind, peer.node, parameters.ring or "", parameters.lane or "")
     counts = traffic.counts(route)
     counts.add(channel.counts)

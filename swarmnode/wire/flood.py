@@ -1,4 +1,4 @@
-"""Counts what a peer may not send without end: h2 answers every PING, SETTINGS and stray reset without a limit of its own.
+"""Counts what a peer may not send without end: h2 answers every PING, SETTINGS and stray reset without a limit.
 
 It reads only the 9-byte heads of HTTP/2 frames as the bytes pass, before h2 sees them, so that an overlong frame is
 refused when it is announced, not when it has been buffered.

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from swarmnode.wire.frames import Buffer
 
+    Header = tuple[bytes, bytes]
+
 ChannelId = NewType("ChannelId", int)
 Headers = tuple[tuple[str, str], ...]
 PATH_PREFIX = "/channel/"
@@ -97,9 +99,7 @@ class H2Session:
 
     def __init__(self, *, client: bool) -> None:
         self._client = client
-        self._h2 = h2.connection.H2Connection(
-            h2.config.H2Configuration(client_side=client, header_encoding="utf-8", validate_inbound_headers=True)
-        )
+        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=client, header_encoding=None))
         self._guard = FloodGuard(server=not client)
         self._out: dict[ChannelId, _Outbound] = {}
         self._turns: deque[ChannelId] = deque()
@@ -181,7 +181,7 @@ class H2Session:
     def _take_request(self, event: h2.events.RequestReceived) -> Event:
         channel = ChannelId(event.stream_id)
         self._out[channel] = _Outbound()
-        return Opened(channel, dict(event.headers).get(":path", ""))
+        return Opened(channel, _header(event.headers, b":path"))
 
     # -- what we do
 
@@ -322,7 +322,7 @@ class H2Session:
             raise ProtocolError("the connection is closed")
 
 
-def _take(out: _Outbound, most: int) -> Buffer:
+def _take(out: _Outbound, most: int) -> bytes | memoryview:
     """Up to `most` bytes off the queue: small buffers joined, a large one cut without a copy."""
     first = out.buffers[0]
     if len(first) >= most:
@@ -344,8 +344,11 @@ def _take(out: _Outbound, most: int) -> Buffer:
     return b"".join(parts)
 
 
-def _status(headers: Sequence[tuple[str, str]]) -> int:
-    text = dict(headers).get(":status", "")
+def _header(headers: Sequence[Header], name: bytes) -> str:
+    """One header's text; "" where it is missing."""
+    return next((bytes(value).decode("ascii", "replace") for key, value in headers if bytes(key) == name), "")
+
+
+def _status(headers: Sequence[Header]) -> int:
+    text = _header(headers, b":status")
     return int(text) if text.isascii() and text.isdigit() else 0
-
-

@@ -4,12 +4,10 @@ in-memory links all look like this."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 import trio
-
-from swarmnode.wire.traffic import Counts, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from swarmnode.ring.messages import Epoch
     from swarmnode.wire.address import Address
     from swarmnode.wire.frames import Frame
+    from swarmnode.wire.traffic import Counts, Traffic
 
 CHANNEL_KINDS = ("control", "requests", "files", "steps", "prompts")
 """Each has a connection of its own, so that nothing small waits behind something big."""
@@ -51,12 +50,15 @@ class Parameters:
     stage: int | None = None
 
 
+NO_PARAMETERS = Parameters()
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The dialer's first frame, as the listener got it."""
 
     identity: Identity
-    parameters: Parameters = Parameters()
+    parameters: Parameters = NO_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +129,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """What both calls of a transport take besides the obvious."""
+    """What `dial` takes besides the obvious."""
 
-    parameters: Parameters = Parameters()
-    traffic: Traffic = field(default_factory=Traffic)
+    parameters: Parameters = NO_PARAMETERS
+    traffic: Traffic | None = None
+
+
+NO_OPTIONS = LinkOptions()
 
 
 class Transport(Protocol):
     """Makes channels. The modules `direct` and, with virtual time, a `memory.MemoryNetwork` are transports."""
 
     def dial(
-        self, address: Address, kind: str, identity: Identity, options: LinkOptions = ...
+        self,
+        address: Address,
+        kind: str,
+        identity: Identity,
+        options: LinkOptions = ...,
     ) -> AbstractAsyncContextManager[Channel]:
         """Open a channel on a connection of its own; inside the block the link is up (WELCOME came).
 

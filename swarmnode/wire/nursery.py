@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 async def open_flat_nursery() -> AsyncIterator[trio.Nursery]:
     """The tasks inside report failures through channels, so the block's own error is usually the only one; whoever
     wraps `async with dial(…)` in `except LinkBroken` would otherwise never see it."""
+    error: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
             yield nursery
     except BaseExceptionGroup as group:
-        raise _alone(group) from None
+        error = _alone(group)
+    if error is not None:
+        raise error
 
 
 def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from swarmnode.errors import ProtocolError
 from swarmnode.ids import SessionId
@@ -45,6 +45,8 @@ def to_frame(message: RingMessage) -> Frame:
             return Frame("failed", {"session": session, "gen": gen, "code": code, "message": text})
         case Probe(nonce, lane, hops):
             return Frame("probe", {"nonce": nonce, "via": lane, "hops": hops})
+        case _:
+            assert_never(message)
 
 
 def from_frame(frame: Frame) -> RingMessage:

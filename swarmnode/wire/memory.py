@@ -1,0 +1,218 @@
+"""Links inside one process with a latency of their own: what tests and simulations put in the place of the network."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.errors import LinkBroken, Overloaded, SwarmError
+from swarmnode.wire import limits
+from swarmnode.wire.address import Address
+from swarmnode.wire.frames import LENGTH_BYTES, decode, encode_bytes
+from swarmnode.wire.handshake import answer, greet
+from swarmnode.wire.link import CHANNEL_KINDS, NO_OPTIONS, Channel
+from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.traffic import Counts, Route, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from swarmnode.wire.frames import Frame
+    from swarmnode.wire.link import ChannelHandler, Hello, Identity, LinkOptions, Parameters
+
+_FIRST_FREE_PORT = 40_000
+_QUEUE_BYTES = limits.SEND_QUEUE_BYTES + limits.STREAM_WINDOW_BYTES
+"""What a real link holds between its ends when nobody receives."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Way:
+    """One direction: items with the time they arrive. None is a clean end, an error a broken link."""
+
+    items: deque[tuple[float, bytes | SwarmError | None]] = field(default_factory=deque)
+    queued: int = 0
+    changed: trio.Event = field(default_factory=trio.Event)
+
+    def put(self, arrives_at: float, item: bytes | SwarmError | None) -> None:
+        self.items.append((arrives_at, item))
+        self.queued += len(item) if isinstance(item, bytes) else 0
+        self.notify()
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+class MemoryChannel(Channel):
+    """One end. A frame is encoded and decoded as on a real link, and arrives `latency_s` after it was sent; the
+    latency is the queue's, so it never holds the sender up."""
+
+    def __init__(self, kind: str, inward: _Way, outward: _Way, latency_s: float) -> None:
+        self.kind = kind
+        self.counts = Counts()
+        self.latency_s = latency_s
+        self._in = inward
+        self._out = outward
+        self._broken: SwarmError | None = None
+        self.other: MemoryChannel | None = None
+
+    async def send(self, frame: Frame) -> None:
+        await trio.lowlevel.checkpoint()
+        while self._broken is None and self._out.queued >= _QUEUE_BYTES:
+            await self._out.changed.wait()
+        self._put(frame)
+
+    def send_nowait(self, frame: Frame) -> None:
+        if self._out.queued >= _QUEUE_BYTES:
+            raise Overloaded(f"more than {_QUEUE_BYTES} bytes wait on a {self.kind} channel")
+        self._put(frame)
+
+    async def receive(self) -> Frame:
+        while not self._in.items:
+            self._raise_if_broken()
+            await self._in.changed.wait()
+        arrives_at, item = self._in.items[0]
+        await trio.sleep_until(arrives_at)
+        if item is None:
+            raise trio.EndOfChannel
+        if isinstance(item, SwarmError):
+            raise type(item)(item.message)
+        self._in.items.popleft()
+        self._in.queued -= len(item)
+        self._in.notify()
+        self.counts.took(len(item))
+        return decode(memoryview(item)[LENGTH_BYTES:])
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self._leave(None)
+
+    def abort(self) -> None:
+        self._leave(LinkBroken("the peer reset the channel (code 8)"))
+
+    def break_link(self, why: str = "the connection broke") -> None:
+        """A fault: both ends find the link broken, at once and without what was on its way."""
+        for end in (self, self.other):
+            if end is not None:
+                end._in.items.clear()
+                end._in.put(trio.current_time(), LinkBroken(why))
+                end._fail(LinkBroken(why))
+
+    def _leave(self, last: SwarmError | None) -> None:
+        if self._broken is None:
+            self._out.put(trio.current_time() + self.latency_s, last)
+        self._in.items.clear()
+        self._fail(LinkBroken("the channel was closed"))
+        if self.other is not None:
+            self.other._fail(LinkBroken("the peer closed the channel"))
+
+    def _fail(self, error: SwarmError) -> None:
+        self._broken = self._broken or error
+        self._in.notify()
+        self._out.notify()
+
+    def _put(self, frame: Frame) -> None:
+        self._raise_if_broken()
+        data = encode_bytes(frame)
+        self.counts.gave(len(data))
+        self._out.put(trio.current_time() + self.latency_s, data)
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(self._broken.message)
+
+
+def memory_pair(kind: str = "steps", latency_s: float = 0.0) -> tuple[MemoryChannel, MemoryChannel]:
+    """Two ends of one link, without a handshake."""
+    there, back = _Way(), _Way()
+    one = MemoryChannel(kind, back, there, latency_s)
+    other = MemoryChannel(kind, there, back, latency_s)
+    one.other, other.other = other, one
+    return one, other
+
+
+@dataclass(frozen=True, slots=True)
+class _Listening:
+    handler: ChannelHandler
+    identity: Identity
+    traffic: Traffic | None
+    nursery: trio.Nursery
+
+
+class MemoryNetwork:
+    """A transport (see `link.Transport`) that joins nodes of one process."""
+
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self.latency_s = latency_s
+        self._listening: dict[Address, _Listening] = {}
+        self._next_port = _FIRST_FREE_PORT
+
+    @asynccontextmanager
+    async def dial(
+        self,
+        address: Address,
+        kind: str,
+        identity: Identity,
+        options: LinkOptions = NO_OPTIONS,
+    ) -> AsyncIterator[Channel]:
+        await trio.sleep(2 * self.latency_s)
+        listening = self._listening.get(address)
+        if listening is None or kind not in CHANNEL_KINDS:
+            raise LinkBroken(f"cannot connect to {address}: nobody serves {kind} channels there")
+        channel, theirs = memory_pair(kind, self.latency_s)
+        listening.nursery.start_soon(_serve, listening, theirs)
+        async with channel:
+            channel.welcome = await greet(channel, identity, options.parameters)
+            _count(channel, channel.welcome.identity, options.parameters, options.traffic)
+            yield channel
+
+    async def listen(
+        self,
+        address: Address,
+        handler: ChannelHandler,
+        identity: Identity,
+        *,
+        traffic: Traffic | None = None,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        address = self._bind(address)
+        async with open_flat_nursery() as nursery:
+            self._listening[address] = _Listening(handler, identity, traffic, nursery)
+            try:
+                task_status.started(address)
+                await trio.sleep_forever()
+            finally:
+                del self._listening[address]
+
+    def _bind(self, address: Address) -> Address:
+        if address.port == 0:
+            address = Address(address.host, self._next_port)
+            self._next_port += 1
+        if address in self._listening:
+            raise LinkBroken(f"cannot listen on {address}: it is in use")
+        return address
+
+
+async def _serve(listening: _Listening, channel: MemoryChannel) -> None:
+    try:
+        async with channel:
+            hello: Hello = await answer(channel, listening.identity)
+            _count(channel, hello.identity, hello.parameters, listening.traffic)
+            await listening.handler(channel.kind, hello, channel)
+    except SwarmError as error:
+        _log.info("a %s channel ended: %s", channel.kind, error)
+
+
+def _count(channel: Channel, peer: Identity, parameters: Parameters, traffic: Traffic | None) -> None:
+    if traffic is None:
+        return
+    counts = traffic.counts(Route(channel.kind, peer.node, parameters.ring or "", parameters.lane or ""))
+    counts.add(channel.counts)
+    channel.counts = counts
