@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from swarmnode.catalog.manifest import WeightDtype
+
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
@@ -34,7 +36,7 @@ TOKENIZER_FILES = (
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-FLOAT_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+FLOAT_DTYPES: Mapping[str, WeightDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,5})\..+")
 _RECOMPUTED = re.compile(r".*rotary_emb\.inv_freq")

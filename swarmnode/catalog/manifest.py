@@ -7,20 +7,22 @@ Layout of a servable: `<model>/servable.json`, `<model>/shards/stage-<i>/*.safet
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from swarmnode.ids import ModelId, parse_model_id
 
 MANIFEST_NAME = "servable.json"
-FORMAT = 1
+FORMAT: Final = 1
 MAX_MANIFEST_BYTES = 8 << 20
 """A thousand shards of a hundred files each still fit; anything larger is not a manifest."""
 MAX_LAYERS = 1024
 MAX_FILES = 20_000
 
 _PATH = re.compile(r"(?:tokenizer|shards/stage-\d{1,4})/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+WeightDtype = Literal["float32", "bfloat16", "float16"]
 SERVED_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
@@ -86,7 +88,7 @@ class Manifest(_Record):
     boundaries: tuple[int, ...] | None
     """Where the shards are cut; None: unknown, so the model serves over num_stages only."""
     split: Literal["import", "training"] = "import"
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: WeightDtype
     """dtype of the stored weights."""
     quantization: dict[str, str | int] | None = None
     export: Literal["full", "adapters"] = "full"
@@ -111,7 +113,7 @@ class Manifest(_Record):
             raise ValueError(f"num_stages {self.num_stages} is more than the model's {layers} layers")
         if self.boundaries is not None:
             cuts = (0, *self.boundaries, layers)
-            if len(self.boundaries) != self.num_stages - 1 or any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
+            if len(self.boundaries) != self.num_stages - 1 or any(a >= b for a, b in pairwise(cuts)):
                 raise ValueError(
                     f"boundaries {list(self.boundaries)} do not cut {layers} layers into {self.num_stages} stages"
                 )

@@ -48,7 +48,7 @@ def default_boundaries(checkpoint: Checkpoint, stages: int) -> tuple[int, ...]:
 
 
 def cut(checkpoint: Checkpoint, boundaries: Sequence[int]) -> tuple[Shard, ...]:
-    """The shards between the boundaries. A tied head is written out on the last one, so that no stage needs another's."""
+    """The shards between the boundaries; a tied head is written out on the last one, so no stage needs another's."""
     begins, ends = (0, *boundaries), (*boundaries, len(checkpoint.layers))
     shards = []
     for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):

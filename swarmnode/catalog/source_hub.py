@@ -87,14 +87,14 @@ class _Progress:
 
     def bar_for(self, name: str) -> type[Any]:
         """A class that huggingface_hub takes for its progress bar and that reports instead of drawing."""
-        from tqdm import tqdm
+        from huggingface_hub.utils.tqdm import tqdm
 
         progress = self
 
-        class Bar(tqdm):  # type: ignore[type-arg]
+        class Bar(tqdm):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 kwargs.pop("name", None)
-                super().__init__(*args, **(kwargs | {"disable": True}))
+                super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
                 progress.advance(int(kwargs.get("initial") or 0), name)
 
             def update(self, n: float | None = 1) -> bool | None:

@@ -75,6 +75,9 @@ class Workspace:
             raise Conflict(busy)
 
     def _clear(self) -> None:
+        replaced = self._root / f".replaced-{self._target.name}"
+        if replaced.exists() and not os.path.lexists(self._target):
+            replaced.rename(self._target)  # a crash between the two renames of `publish`
         for left in (self.model, self.scratch):
             shutil.rmtree(left, ignore_errors=True)
 

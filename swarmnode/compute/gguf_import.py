@@ -37,7 +37,7 @@ def convert(gguf: Path, target: Path) -> None:
 
     bfloat16: the dequantized values of a 4-bit file carry a few percent of quantization error; rounding them to eight
     bits of mantissa adds 0.14 % (measured on the demo model, Q4_1), forty times less, and no value can overflow, which
-    float16 (0.02 %) cannot promise for every model. It also is the dtype stages serve in, so nothing is converted twice.
+    float16 (0.02 %) cannot promise for every model. Stages serve in it too, so nothing is converted twice.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -1,0 +1,219 @@
+"""A peer's own files: fetched by content, checked before they count, laid out as the folder a worker loads from.
+
+Layout under the root: `blobs/<sha256>` whole checked files, `partial/<sha256>` what a download has so far,
+`models/<id>-<manifest digest>/` hard links in the servable's layout. Every name is a digest or comes from a checked
+manifest, so nothing that a coordinator sends can name a path elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import threading
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING
+
+from swarmnode.catalog.disk import check_space, full_disk_as_no_space
+from swarmnode.catalog.manifest import MANIFEST_NAME
+from swarmnode.errors import Conflict, FetchFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+    from swarmnode.catalog.manifest import FileEntry, Manifest
+
+_HASH_BYTES = 1 << 20
+_DIGEST_CHARS = 16
+"""Of the manifest's sha256 in a folder's name: two imports under one id must not share a folder."""
+
+
+class ShardStore:
+    """Content-addressed files of one peer. Synchronous; several loads of one process may use it at once."""
+
+    def __init__(self, root: Path) -> None:
+        self._blobs = root / "blobs"
+        self._partial = root / "partial"
+        self._models = root / "models"
+        for folder in (self._blobs, self._partial, self._models):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def have(self, entry: FileEntry) -> bool:
+        """Whether the whole file is here; it was checked before it got its place."""
+        return _plain_size(self._blobs / entry.sha256) == entry.size
+
+    def missing(self, entries: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
+        """The files that are not here yet, each content once."""
+        return tuple(entry for entry in {e.sha256: e for e in entries}.values() if not self.have(entry))
+
+    def missing_bytes(self, entries: Iterable[FileEntry]) -> int:
+        """What is still to be fetched for them, less what partial files already hold."""
+        return sum(entry.size - min(entry.size, self._partial_size(entry)) for entry in self.missing(entries))
+
+    def check_space(self, needed_bytes: int) -> None:
+        """Raise NoSpace with the numbers unless `needed_bytes` fit beside the reserve."""
+        check_space(self._blobs, needed_bytes, "fetching the model's files")
+
+    def begin(self, entry: FileEntry) -> PartialFile | None:
+        """Own the download of one file, continuing what is there; None: the whole file arrived meanwhile.
+
+        Raises Conflict while another load downloads it (wait, then ask `have`), NoSpace. The file is owned until
+        `finish`, `close` or the end of the `with` block, also across processes.
+        """
+        partial = PartialFile(entry, self._partial / entry.sha256, self._blobs / entry.sha256)
+        if self.have(entry):
+            partial.discard()
+            return None
+        return partial
+
+    def place(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
+        """Lay the files out as `tokenizer/…` and `shards/stage-i/…`; returns the folder.
+
+        Loads of several stages of one model share the folder. Raises FetchFailed if a file is not in the store.
+        """
+        record = manifest.model_dump_json().encode()
+        digest = hashlib.sha256(record).hexdigest()[:_DIGEST_CHARS]
+        folder = self._models / f"{manifest.model_id}-{digest}"
+        with full_disk_as_no_space(f"placing {manifest.id}"):
+            for entry in entries:
+                if not self.have(entry):
+                    raise FetchFailed(f"{entry.path}: is not in the store, fetch it before it is placed")
+                _link(self._blobs / entry.sha256, folder / entry.path)
+            folder.mkdir(exist_ok=True)
+            _replace(folder / MANIFEST_NAME, record)
+        return folder
+
+    def _partial_size(self, entry: FileEntry) -> int:
+        return _plain_size(self._partial / entry.sha256) or 0
+
+
+class PartialFile:
+    """One file on its way in. What is already there is hashed on opening; `size` is where the download goes on."""
+
+    def __init__(self, entry: FileEntry, path: Path, target: Path) -> None:
+        self.entry = entry
+        self._path = path
+        self._target = target
+        self._digest = hashlib.sha256()
+        self._file = _open_locked(path, entry)
+        try:
+            self.size = self._take_over()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Append; raises NoSpace (what is there stays) and FetchFailed if more comes than the manifest says."""
+        rest = memoryview(chunk).cast("B")
+        if self.size + len(rest) > self.entry.size:
+            self.discard()
+            raise FetchFailed(f"{self.entry.path}: more than the {self.entry.size} bytes of the manifest were sent")
+        with full_disk_as_no_space(f"fetching {self.entry.path}"):
+            while rest:
+                # A nearly full disk takes a part first and raises at the next call; what it took has to count.
+                taken = self._file.write(rest)
+                self._digest.update(rest[:taken])
+                self.size += taken
+                rest = rest[taken:]
+
+    def finish(self) -> Path:
+        """Check length and sha256 and move the file into the store; a wrong one is removed and named by FetchFailed."""
+        if self.size != self.entry.size:
+            self.close()
+            raise FetchFailed(
+                f"{self.entry.path}: {self.size} of {self.entry.size} bytes arrived; what is there is kept and continued"
+            )
+        found = self._digest.hexdigest()
+        if found != self.entry.sha256:
+            self.discard()
+            raise FetchFailed(
+                f"{self.entry.path}: sha256 is {found}, the manifest says {self.entry.sha256}; "
+                "the file was removed and has to be fetched again"
+            )
+        with full_disk_as_no_space(f"fetching {self.entry.path}"):
+            os.fsync(self._file.fileno())
+            self._path.replace(self._target)
+        self.close()
+        return self._target
+
+    def discard(self) -> None:
+        """Remove what is there and give up the file."""
+        with suppress(FileNotFoundError):
+            self._path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Give up the file; what is there stays and is continued by the next `begin`."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take_over(self) -> int:
+        """Hash what an earlier download left; something longer than the file cannot be its beginning."""
+        if os.fstat(self._file.fileno()).st_size > self.entry.size:
+            self._file.truncate(0)
+        size = 0
+        self._file.seek(0)
+        while chunk := self._file.read(_HASH_BYTES):
+            self._digest.update(chunk)
+            size += len(chunk)
+        return size
+
+
+def _open_locked(path: Path, entry: FileEntry) -> IO[bytes]:
+    """Open and lock a partial file; Conflict while somebody else owns it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with full_disk_as_no_space(f"fetching {entry.path}"):
+        # Unbuffered: what `write` took is on the disk's side when the process dies, and a full disk shows at once.
+        file = os.fdopen(os.open(path, flags, 0o644), "r+b", buffering=0)
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The owner may have finished and renamed the file between our open and our lock.
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise FileNotFoundError(errno.ENOENT, "moved", str(path))
+    except (BlockingIOError, FileNotFoundError) as error:
+        file.close()
+        raise Conflict(f"{entry.path}: another load is fetching it; wait for that one") from error
+    return file
+
+
+def _plain_size(path: Path) -> int | None:
+    """Size of a regular file, not of what a link points to; None if there is none."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_size if path.is_file() and not path.is_symlink() else None
+
+
+def _link(blob: Path, target: Path) -> None:
+    """Make `target` a hard link of `blob`: no second copy, and removing one leaves the other."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        if os.path.samestat(target.lstat(), blob.lstat()):
+            return
+    temporary = _temporary(target)
+    temporary.unlink(missing_ok=True)
+    temporary.hardlink_to(blob)
+    temporary.replace(target)
+
+
+def _replace(target: Path, content: bytes) -> None:
+    temporary = _temporary(target)
+    temporary.write_bytes(content)
+    temporary.replace(target)
+
+
+def _temporary(target: Path) -> Path:
+    """A name that no other load of this or another process uses."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
