@@ -24,9 +24,7 @@ def to_activation(rows: torch.Tensor) -> Activation:
     return Activation(dtype=_NAMES[rows.dtype], shape=tuple(rows.shape), data=data)
 
 
-def to_rows(
-    activation: Activation, n: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def to_rows(activation: Activation, n: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An activation as (n, hidden_size) in the stage's dtype; raises StageFailed if its size is anything else."""
     stored = _DTYPES.get(activation.dtype)
     data = memoryview(activation.data).cast("B")

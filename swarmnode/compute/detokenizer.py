@@ -31,8 +31,11 @@ class Vocabulary:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # A byte-level vocabulary may hold such a token as plain text; only a byte-fallback decoder turns it into a byte.
         self._byte_ids = frozenset(
-            token_id for text, token_id in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(text)
+            token_id
+            for text, token_id in tokenizer.get_vocab().items()
+            if _BYTE_TOKEN.fullmatch(text) and tokenizer.decode([token_id]) != text
         )
 
     def decode(self, ids: Sequence[int]) -> str:

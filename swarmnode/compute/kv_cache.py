@@ -44,9 +44,7 @@ class SessionCache:
             raise StageFailed(f"the cache holds {self.length} positions, the work starts at position {length}")
         self._lengths = [length] * len(self._lengths)
 
-    def append(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (1, kv_heads, n, head_dim) behind the past of `layer`; return views of past and new together."""
         start = self._lengths[layer]
         end = start + keys.shape[2]
@@ -67,9 +65,7 @@ class SessionViews:
 
     __slots__ = ("keys", "masks", "values")
 
-    def __init__(
-        self, keys: list[torch.Tensor], values: list[torch.Tensor], masks: dict[object, torch.Tensor]
-    ) -> None:
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], masks: dict[object, torch.Tensor]) -> None:
         self.keys = keys
         self.values = values
         self.masks = masks
@@ -98,8 +94,7 @@ class StepCache:
             pairs = [self._sessions[0].append(layer, keys, values)]
         else:
             pairs = [
-                session.append(layer, keys[i : i + 1], values[i : i + 1])
-                for i, session in enumerate(self._sessions)
+                session.append(layer, keys[i : i + 1], values[i : i + 1]) for i, session in enumerate(self._sessions)
             ]
         views = SessionViews([key for key, _ in pairs], [value for _, value in pairs], self._masks)
         return views, views

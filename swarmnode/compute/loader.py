@@ -6,15 +6,15 @@ page cache is not mapped, and tensors outside the slice are not read.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
 
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.compute.engine import TorchEngine
+from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import serving_dtype
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.errors import LoadFailed, LoadRefused
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 4 << 20
 """Converted or copied to a card in chunks of this size: large enough for the disk, small beside any slice."""
-MAX_CONFIG_BYTES = 4 << 20
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -73,19 +72,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The servable's `tokenizer/config.json`."""
-    path = folder / "tokenizer" / "config.json"
-    try:
-        with path.open("rb") as file:
-            config = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"{path.name} of the model cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise LoadFailed(f"{path.name} of the model is not a JSON object")
-    return config
-
-
 def _find_tensors(spec: StageSpec) -> dict[str, _Source]:
     """All tensors of the stage's files; where a name occurs twice (tied embeddings) the first one is as good."""
     found: dict[str, _Source] = {}
@@ -117,9 +103,7 @@ def _fill(model: StageModel, sources: Mapping[str, _Source], progress: Progress 
     reader.report()
 
 
-def _source_for(
-    model: StageModel, name: str, shape: tuple[int, ...], sources: Mapping[str, _Source]
-) -> _Source:
+def _source_for(model: StageModel, name: str, shape: tuple[int, ...], sources: Mapping[str, _Source]) -> _Source:
     source = sources.get(name)
     if source is None and model.tied and name == model.embedding_name:
         source = sources.get("lm_head.weight")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from swarmnode.compute.ring_loop import RingLoop
 from swarmnode.compute.text_thread import OpenChat, TextThread
 from swarmnode.compute.worker_spec import WorkerSpec
-from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, ProtocolError, SwarmError
+from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, SwarmError
 from swarmnode.ring.head import Cancel, Head, HeadConfig, StartProbe
 from swarmnode.ring.messages import Broken, Envelope
 from swarmnode.ring.stage import Stage
@@ -137,7 +137,7 @@ class Worker:
         try:
             while (frame := self._outbox.get()) is not None:
                 self._writer.write(frame)
-        except OSError:
+        except LinkBroken:
             os._exit(EXIT_INPUT_CLOSED)
 
     def _post(self, frame: Frame) -> None:
