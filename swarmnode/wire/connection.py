@@ -1,4 +1,4 @@
-"""One HTTP/2 connection on trio: exactly one task reads, one writes; channels are queues between them and their users."""
+"""One HTTP/2 connection on trio: one task reads, one writes; channels are queues between them and their users."""
 
 from __future__ import annotations
 

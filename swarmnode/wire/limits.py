@@ -20,8 +20,6 @@ MAX_MAP_BODY_BYTES = 16 << 20
 """A structured body: a chat of a million tokens as text, twice over."""
 MAX_CHUNK_BYTES = 1 << 20
 """File bytes in one `data` frame: small enough to show progress on a slow uplink, large enough to fill a fast one."""
-MAX_TEXT_CHARS = 12_288
-"""Text in one `text` frame: at four bytes a character it fits a header; longer text goes in several."""
 MAX_BODY_DEPTH = 16
 """Nesting of a structured body: chat messages with content parts need 6."""
 MAX_BODY_ITEMS = 1 << 20

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from swarmnode.errors import ProtocolError
 from swarmnode.ids import SessionId
 from swarmnode.ring.messages import (
+    Broken,
     End,
     Ended,
     Failed,
@@ -45,6 +46,8 @@ def to_frame(message: RingMessage) -> Frame:
             return Frame("failed", {"session": session, "gen": gen, "code": code, "message": text})
         case Probe(nonce, lane, hops):
             return Frame("probe", {"nonce": nonce, "via": lane, "hops": hops})
+        case Broken(stage):
+            return Frame("broken", {"stage": stage})
         case _:
             assert_never(message)
 
@@ -169,4 +172,5 @@ _READERS: Mapping[str, Callable[[Header, Frame], RingMessage]] = {
     "ended": lambda header, _: Ended(SessionId(header["session"])),
     "failed": _read_failed,
     "probe": _read_probe,
+    "broken": lambda header, _: Broken(header["stage"]),
 }

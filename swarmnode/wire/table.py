@@ -172,7 +172,7 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _kind("probe", "ring", (*_ROUTE, *probe)),
         _kind("drop", "ring", (*_ROUTE, *_SESSION)),
         _kind("reset", "ring", (*_ROUTE, _key("keep", Ints(0, limits.MAX_ROWS, 0, 2**63 - 1)))),
-        _kind("broken", "ring", (_key("ring", _ID), _key("epoch", _EPOCH), _key("stage", _STAGE), *_ROUTE[2:])),
+        _kind("broken", "ring", (*_ROUTE, _key("stage", _STAGE))),
     )
 
 
