@@ -20,8 +20,7 @@ _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.item
 def to_activation(rows: torch.Tensor) -> Activation:
     """(n, hidden) in float32 or bfloat16 → its bytes; they share the tensor's memory where it is on the CPU."""
     rows = rows.cpu().contiguous()
-    data = memoryview(rows.view(-1).view(torch.uint8).numpy())
-    return Activation(dtype=_NAMES[rows.dtype], shape=tuple(rows.shape), data=data)
+    return Activation(dtype=_NAMES[rows.dtype], shape=tuple(rows.shape), data=bytes_of(rows))
 
 
 def to_rows(activation: Activation, n: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -35,5 +34,10 @@ def to_rows(activation: Activation, n: int, hidden_size: int, dtype: torch.dtype
             f"expected are {n} rows of {hidden_size} in float32 or bfloat16"
         )
     rows = torch.empty((n, hidden_size), dtype=stored)
-    memoryview(rows.view(-1).view(torch.uint8).numpy())[:] = data
+    bytes_of(rows)[:] = data
     return rows.to(device=device, dtype=dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, writable."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

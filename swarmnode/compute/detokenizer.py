@@ -31,7 +31,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # A byte-level vocabulary may hold such a token as plain text; only a byte-fallback decoder turns it into a byte.
+        # A byte-level vocabulary may hold such a token as plain text; a byte-fallback decoder makes it a byte.
         self._byte_ids = frozenset(
             token_id
             for text, token_id in tokenizer.get_vocab().items()
@@ -80,7 +80,7 @@ class IncrementalDetokenizer:
             self._shorten()
         return delta
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """The rest, at the end of the reply: an incomplete sequence becomes U+FFFD here and nowhere else."""
         text = self._vocabulary.decode(self._window) if self._window else ""
         delta = text[self._shown :]

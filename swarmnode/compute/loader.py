@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import torch
 
 from swarmnode.catalog.safetensors_header import read_header
+from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import serving_dtype
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from swarmnode.catalog.safetensors_header import TensorEntry
     from swarmnode.compute.spec import StageSpec
 
-    Progress = Callable[[int, int], None]
-    """Called with bytes read so far and bytes in all."""
+    Progress = Callable[[str, int, int], None]
+    """Called with "weights", bytes read so far and bytes in all."""
 
 STAGING_BYTES = 4 << 20
 """Converted or copied to a card in chunks of this size: large enough for the disk, small beside any slice."""
@@ -132,7 +133,7 @@ class _TensorReader:
             with source.path.open("rb", buffering=0) as file:
                 file.seek(source.entry.begin)
                 if stored == self._dtype and self._device.type == "cpu":
-                    self._read_into(cast("BinaryIO", file), _bytes_of(target), name)
+                    self._read_into(cast("BinaryIO", file), bytes_of(target), name)
                 else:
                     self._convert(cast("BinaryIO", file), target.view(-1), stored, name)
         except OSError as error:
@@ -141,7 +142,7 @@ class _TensorReader:
 
     def report(self) -> None:
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress("weights", self._done, self._total)
 
     def _read_into(self, file: BinaryIO, view: memoryview, name: str) -> None:
         while view:
@@ -167,10 +168,6 @@ class _TensorReader:
         if now_s - self._reported_s >= 0.1:
             self._reported_s = now_s
             self.report()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _prove(engine: TorchEngine) -> None:

@@ -49,7 +49,7 @@ def choose(logits: NDArray[np.float32], sampling: Sampling, position: int) -> in
 def kept_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
     """Unnormalised float64 probabilities by token id, zero where a filter removed the token."""
     scaled = logits.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
+    weights: NDArray[np.float64] = np.exp(scaled - scaled.max())
     if 0 < sampling.top_k < len(weights):
         weights = _keep(weights, _likeliest(weights, sampling.top_k))
     if sampling.top_p < 1.0:
@@ -62,7 +62,8 @@ def kept_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.
 def _likeliest(weights: NDArray[np.float64], count: int) -> NDArray[np.intp]:
     """Ids of the `count` largest, likeliest first; equals go by lower id."""
     if count >= len(weights):
-        return np.argsort(-weights, kind="stable")
+        everything: NDArray[np.intp] = np.argsort(-weights, kind="stable")
+        return everything
     threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
     candidates = np.flatnonzero(weights >= threshold)
     return candidates[np.argsort(-weights[candidates], kind="stable")][:count]

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from swarmnode.compute.script import read_script
 from swarmnode.errors import StageFailed
 from swarmnode.ring.work import Activation, PieceWork, WorkResult
 
@@ -163,6 +164,13 @@ class ScriptedEngine:
     def _wait(self, ms: float) -> None:
         if ms > 0:
             self._sleep(ms / 1000)
+
+
+def load_scripted(spec: StageSpec) -> ScriptedEngine:
+    """The engine of a stage whose files hold a script; raises InvalidModel."""
+    script = read_script(spec.files)
+    time.sleep(script.load_ms / 1000)
+    return ScriptedEngine(script, spec)
 
 
 def _checksum(position: int, token: int, depth: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.catalog.manifest import MANIFEST_NAME, Architecture, FileEntry, Manifest
@@ -14,7 +15,7 @@ from swarmnode.compute.supported import SCRIPTED
 from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 CONTEXT_TOKENS = 4096
@@ -36,7 +37,7 @@ def write_scripted_servable(
     byte tokenizer's.
     """
     folder = root / parse_model_id(model_id)
-    per_stage = [script] * stages if not isinstance(script, (list, tuple)) else list(script)
+    per_stage = [script] * stages if isinstance(script, Mapping) else list(script)
     if len(per_stage) != stages:
         raise ValueError(f"{len(per_stage)} scripts for {stages} stages")
     scripts = [Script.model_validate({"eos": BYTE_EOS_ID, **one}) for one in per_stage]

@@ -128,7 +128,8 @@ class StageModel:
         if step.updates != list(range(self.num_layers)):
             # A layer that keeps its state elsewhere would silently forget it between steps.
             raise LoadRefused(
-                f"architecture {self.name!r} cannot be served: layers {step.updates} of {self.num_layers} used the cache"
+                f"architecture {self.name!r} cannot be served: of {self.num_layers} layers "
+                f"{step.updates} used the cache"
             )
         return out
 
@@ -156,7 +157,8 @@ def _build_on_meta(config: Mapping[str, Any], dtype: torch.dtype, name: str) -> 
         parsed = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
         parsed._attn_implementation = ATTENTION_NAME
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(parsed, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            auto: Any = AutoModelForCausalLM
+            return auto.from_config(parsed, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise LoadRefused(f"architecture {name!r} cannot be built from its config: {str(error)[:500]}") from error
 

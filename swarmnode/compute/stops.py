@@ -6,15 +6,13 @@ string, and just that suffix is held back. The match that is complete first wins
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class StopStep:
+class StopStep(NamedTuple):
     """`text` may be shown. `stop` is the stop string that ended the reply; then nothing more comes."""
 
     text: str
@@ -51,7 +49,7 @@ class StopMatcher:
         self._held = seen[shown:]
         return StopStep(seen[:shown])
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """The text held back, when the reply ended without a match."""
         held, self._held, self._state = self._held, "", 0
         return held

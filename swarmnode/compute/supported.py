@@ -78,7 +78,7 @@ def _reasons(config: Mapping[str, Any], name: str) -> Iterator[str]:
         yield "it is not a …ForCausalLM model"
     if "auto_map" in config:
         yield "it needs code from its repository (auto_map), which is never run"
-    for key, what in (_REFUSED_KEYS | _REFUSED_FLAGS).items():
+    for key, what in ({**_REFUSED_KEYS, **_REFUSED_FLAGS}).items():
         if config.get(key) and config[key] != "rotary":
             yield f"it has {what} ({key})"
     yield from _layer_type_reasons(config.get("layer_types"))
