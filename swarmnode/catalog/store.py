@@ -1,8 +1,8 @@
 """A peer's own files: fetched by content, checked before they count, laid out as the folder a worker loads from.
 
 Layout under the root: `blobs/<sha256>` whole checked files, `partial/<sha256>` what a download has so far,
-`models/<id>-<manifest digest>/` hard links in the servable's layout. Every name is a digest or comes from a checked
-manifest, so nothing that a coordinator sends can name a path elsewhere.
+`models/<id>-<digest>/` hard links in the servable's layout. Every name is a digest, a checked model id or the path of a
+checked `FileEntry`, so nothing that a coordinator sends can name a path elsewhere.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from swarmnode.catalog.disk import check_space, full_disk_as_no_space
-from swarmnode.catalog.manifest import MANIFEST_NAME
 from swarmnode.errors import Conflict, FetchFailed
+from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from swarmnode.catalog.manifest import FileEntry, Manifest
+    from swarmnode.catalog.manifest import FileEntry
+    from swarmnode.ids import ModelId
 
 _HASH_BYTES = 1 << 20
 _DIGEST_CHARS = 16
-"""Of the manifest's sha256 in a folder's name: two imports under one id must not share a folder."""
+"""Of the list of files, in a folder's name: two imports under one id, or two stages of one, do not share a folder."""
 
 
 class ShardStore:
@@ -70,21 +71,18 @@ class ShardStore:
             return None
         return partial
 
-    def place(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
-        """Lay the files out as `tokenizer/…` and `shards/stage-i/…`; returns the folder.
+    def place(self, model: ModelId, entries: Iterable[FileEntry]) -> Path:
+        """Lay out exactly these files as `tokenizer/…` and `shards/stage-i/…`; returns the folder.
 
-        Loads of several stages of one model share the folder. Raises FetchFailed if a file is not in the store.
+        Raises FetchFailed if a file is not in the store.
         """
-        record = manifest.model_dump_json().encode()
-        digest = hashlib.sha256(record).hexdigest()[:_DIGEST_CHARS]
-        folder = self._models / f"{manifest.model_id}-{digest}"
-        with full_disk_as_no_space(f"placing {manifest.id}"):
-            for entry in entries:
+        wanted = sorted(entries, key=lambda entry: entry.path)
+        folder = self._models / f"{parse_model_id(model)}-{_digest(wanted)}"
+        with full_disk_as_no_space(f"placing {model}"):
+            for entry in wanted:
                 if not self.have(entry):
                     raise FetchFailed(f"{entry.path}: is not in the store, fetch it before it is placed")
                 _link(self._blobs / entry.sha256, folder / entry.path)
-            folder.mkdir(exist_ok=True)
-            _replace(folder / MANIFEST_NAME, record)
         return folder
 
     def _partial_size(self, entry: FileEntry) -> int:
@@ -92,7 +90,7 @@ class ShardStore:
 
 
 class PartialFile:
-    """One file on its way in. What is already there is hashed on opening; `size` is where the download goes on."""
+    """One file on its way in. What is already there is hashed on opening; `length` is where the download goes on."""
 
     def __init__(self, entry: FileEntry, path: Path, target: Path) -> None:
         self.entry = entry
@@ -101,7 +99,7 @@ class PartialFile:
         self._digest = hashlib.sha256()
         self._file = _open_locked(path, entry)
         try:
-            self.size = self._take_over()
+            self.length = self._take_over()
         except BaseException:
             self._file.close()
             raise
@@ -109,7 +107,7 @@ class PartialFile:
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
         """Append; raises NoSpace (what is there stays) and FetchFailed if more comes than the manifest says."""
         rest = memoryview(chunk).cast("B")
-        if self.size + len(rest) > self.entry.size:
+        if self.length + len(rest) > self.entry.size:
             self.discard()
             raise FetchFailed(f"{self.entry.path}: more than the {self.entry.size} bytes of the manifest were sent")
         with full_disk_as_no_space(f"fetching {self.entry.path}"):
@@ -117,15 +115,15 @@ class PartialFile:
                 # A nearly full disk takes a part first and raises at the next call; what it took has to count.
                 taken = self._file.write(rest)
                 self._digest.update(rest[:taken])
-                self.size += taken
+                self.length += taken
                 rest = rest[taken:]
 
     def finish(self) -> Path:
-        """Check length and sha256 and move the file into the store; a wrong one is removed and named by FetchFailed."""
-        if self.size != self.entry.size:
+        """Check length and sha256 and move the file into the store; a wrong one is removed and named."""
+        if self.length != self.entry.size:
             self.close()
             raise FetchFailed(
-                f"{self.entry.path}: {self.size} of {self.entry.size} bytes arrived; what is there is kept and continued"
+                f"{self.entry.path}: {self.length} of {self.entry.size} bytes arrived; they are kept and continued"
             )
         found = self._digest.hexdigest()
         if found != self.entry.sha256:
@@ -187,6 +185,11 @@ def _open_locked(path: Path, entry: FileEntry) -> IO[bytes]:
     return file
 
 
+def _digest(entries: list[FileEntry]) -> str:
+    lines = "".join(f"{entry.sha256} {entry.path}\n" for entry in entries)
+    return hashlib.sha256(lines.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
 def _plain_size(path: Path) -> int | None:
     """Size of a regular file, not of what a link points to; None if there is none."""
     try:
@@ -205,12 +208,6 @@ def _link(blob: Path, target: Path) -> None:
     temporary = _temporary(target)
     temporary.unlink(missing_ok=True)
     temporary.hardlink_to(blob)
-    temporary.replace(target)
-
-
-def _replace(target: Path, content: bytes) -> None:
-    temporary = _temporary(target)
-    temporary.write_bytes(content)
     temporary.replace(target)
 
 
