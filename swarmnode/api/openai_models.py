@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -194,7 +195,9 @@ def parse_chat(data: dict[str, Any]) -> ChatBody:
     """Validate; raises HttpError 400 that names the field."""
     for name, neutral in UNSUPPORTED.items():
         if name in data and not any(_same(data[name], value) for value in neutral):
-            raise HttpError(400, "unsupported_parameter", f"{name!r} is not supported by this server", param=name)
+            allowed = " or ".join(json.dumps(value) for value in neutral)
+            text = f"{name!r} is not supported by this server: leave it out, or give {allowed}"
+            raise HttpError(400, "unsupported_parameter", text, param=name)
     body = parse_shape(ChatBody, data)
     for index, message in enumerate(body.messages):
         if message.content is None and message.role != "assistant":
@@ -217,11 +220,11 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def parse_shape(shape: type[Shape], data: dict[str, Any]) -> Shape:
-    """`shape.model_validate`, with the first finding as an HttpError 400."""
+    """`shape.model_validate`, with the most telling finding as an HttpError 400."""
     try:
         return shape.model_validate(data)
     except ValidationError as error:
-        raise _first_finding(error.errors(include_url=False, include_context=False)) from None
+        raise _most_telling(error.errors(include_url=False, include_context=False)) from None
 
 
 _CODES = {
@@ -238,11 +241,11 @@ _CODES = {
 }
 
 
-def _first_finding(findings: list[ErrorDetails]) -> HttpError:
-    finding = findings[0]
+def _most_telling(findings: list[ErrorDetails]) -> HttpError:
+    finding = max(findings, key=lambda found: len(found["loc"]))  # the branch of a union that got furthest
     param = _param(finding["loc"])
     code = _CODES.get(finding["type"], "invalid_type")
-    message = finding["msg"].removeprefix("Value error, ")
+    message = finding["msg"].removeprefix("Value error, ").replace(" after validation", "")
     return HttpError(400, code, f"{param}: {message[:500]}", param=param)
 
 

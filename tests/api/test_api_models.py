@@ -1,0 +1,108 @@
+"""The model lists and the administration routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarmnode.api.backend import LoadOptions
+from swarmnode.errors import LoadRefused
+
+MODEL = {
+    "id": "replay-1",
+    "object": "model",
+    "created": 1_700_000_000,
+    "owned_by": "swarmnode",
+    "context_length": 2048,
+    "max_model_len": 2048,
+    "state": "ready",
+}
+
+
+async def test_openai_list(gateway: Any) -> None:
+    """Row 54."""
+    reply = await gateway.client.get("/v1/models")
+    assert reply.json() == {"object": "list", "data": [MODEL]}
+    assert (await gateway.client.get("/v1/models/replay-1")).json() == MODEL
+
+
+@pytest.mark.parametrize("path", ["", "/status", "/archive"])
+@pytest.mark.parametrize("name", ["nope", "REPLAY-1", "..%2Freplay-1"])
+async def test_unknown_models(gateway: Any, path: str, name: str) -> None:
+    reply = await gateway.client.get(f"/api/v1/models/{name}{path}")
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] in {"model_not_found", "unknown_url"}
+
+
+async def test_administration_reads(gateway: Any) -> None:
+    card = {"layers": 0, "stages": [], "id": "replay-1", "created": 1_700_000_000, "state": "ready"}
+    card["context_tokens"] = 2048
+    get = gateway.client.get
+    assert (await get("/api/v1/models")).json() == {"models": [card]}
+    assert (await get("/api/v1/models/replay-1")).json() == card
+    assert (await get("/api/v1/models/replay-1/status")).json()["state"] == "ready"
+    assert (await get("/api/v1/nodes")).json() == {"nodes": [], "rings": [], "sessions": 0}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "options"),
+    [
+        (None, 202, LoadOptions()),
+        ({}, 202, LoadOptions()),
+        ({"wait": True, "num_stages": 3}, 200, LoadOptions(num_stages=3, wait=True)),
+        ({"peers": ["a", "b"], "dtype": "float32"}, 202, LoadOptions(peers=("a", "b"), dtype="float32")),
+        ({"peer": "a"}, 202, LoadOptions(num_stages=1, peers=("a",))),
+        ({"num_stages": None, "quantization": None, "unknown": 1}, 202, LoadOptions()),
+    ],
+)
+async def test_load(gateway: Any, body: Any, status: int, options: LoadOptions) -> None:
+    reply = await gateway.client.post("/api/v1/models/replay-1/load", json=body) if body is not None else (
+        await gateway.client.post("/api/v1/models/replay-1/load")
+    )  # fmt: skip
+    assert (reply.status_code, reply.json()["state"]) == (status, "ready")
+    assert gateway.backend.loads == [("replay-1", options)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"num_stages": 0}, "num_stages"),
+        ({"num_stages": "2"}, "num_stages"),
+        ({"peers": "a"}, "peers"),
+        ({"peers": [""]}, "peers[0]"),
+        ({"peer": "a", "peers": ["b"]}, "peer"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"quantization": {"bits": 4}}, "quantization"),
+        ({"wait": "yes"}, "wait"),
+    ],
+)
+async def test_load_refuses_what_it_cannot_mean(gateway: Any, body: Any, param: str) -> None:
+    reply = await gateway.client.post("/api/v1/models/replay-1/load", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert gateway.backend.loads == []
+
+
+async def test_a_refused_load_keeps_its_numbers(gateway: Any, monkeypatch: Any) -> None:
+    async def refuse(model: str, options: LoadOptions) -> Any:
+        raise LoadRefused("5 stages, the model has 4 layers", param="num_stages")
+
+    monkeypatch.setattr(gateway.backend, "load", refuse)
+    reply = await gateway.client.post("/api/v1/models/replay-1/load", json={"num_stages": 5})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "load_refused")
+    assert "4 layers" in reply.json()["error"]["message"]
+
+
+async def test_unload(gateway: Any) -> None:
+    gateway.backend.open = 1
+    busy = await gateway.client.post("/api/v1/models/replay-1/unload")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conflict")
+    forced = await gateway.client.post("/api/v1/models/replay-1/unload", json={"force": True})
+    assert forced.json()["state"] == "available"
+    gateway.backend.open = 0
+
+
+async def test_archive(gateway: Any) -> None:
+    reply = await gateway.client.get("/api/v1/models/replay-1/archive")
+    assert (reply.content, reply.headers["content-type"]) == (b"tarball", "application/x-tar")
+    assert reply.headers["content-disposition"] == 'attachment; filename="replay-1.tar"'
