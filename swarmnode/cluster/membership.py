@@ -79,13 +79,16 @@ class Membership:
                 self._change(message.node, entry, NodeState.DEAD)
             self._entries[message.node] = _Entry(message.boot, now)
             self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))
-        elif entry.state is not NodeState.DEAD:
+        else:
+            # a dead node's connections were closed, so what is heard now came over new ones: it is back
             entry.heard_s = now
             self._change(message.node, entry, NodeState.ALIVE)
 
     def handle_timer(self, now: float) -> None:
         for node, entry in self._entries.items():
             silence_s = now - entry.heard_s
+            if entry.state is NodeState.DEAD:
+                continue
             if silence_s >= DEAD_S:
                 self._change(node, entry, NodeState.DEAD)
             elif silence_s >= SUSPECT_S:
@@ -109,6 +112,6 @@ class Membership:
         return drained
 
     def _change(self, node: NodeId, entry: _Entry, state: NodeState) -> None:
-        if entry.state is not state and entry.state is not NodeState.DEAD:
+        if entry.state is not state:
             entry.state = state
             self._events.append(StateChanged(node, entry.boot, state))

@@ -227,6 +227,10 @@ class RingLife:
         """The ring's budget once all stages are ready: the smallest of theirs."""
         return min((r.kv_tokens for r in self._ready.values()), default=0)
 
+    def is_ready(self, stage: int) -> bool:
+        """The stage has loaded."""
+        return stage in self._ready
+
     def _link(self, now: float) -> None:
         self._enter(RingState.LINKING, now + LINK_S)
         count = len(self.nodes)

@@ -23,7 +23,7 @@ from swarmnode.compute.text_thread import OpenChat, TextThread
 from swarmnode.compute.worker_spec import WorkerSpec
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, SwarmError
 from swarmnode.ring.head import Cancel, Head, HeadConfig, StartProbe
-from swarmnode.ring.messages import Broken, Envelope
+from swarmnode.ring.messages import Envelope
 from swarmnode.ring.stage import Stage
 from swarmnode.wire.blocking import FrameReader, FrameWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -166,8 +166,6 @@ class FrameRouter:
                 self._text_thread(frame).inbox.put(cancel)
             case "probe_ring":
                 self._loop.inbox.put(StartProbe(next(self._nonces)))
-            case "broken":
-                self._loop.inbox.put(Envelope("tok", Broken(frame.header["stage"])))
             case _:
                 self._loop.inbox.put(Envelope(frame.header.get("lane", ""), from_frame(frame)))
 
@@ -197,7 +195,7 @@ def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedSta
     if spec.scripted:
         from swarmnode.compute.scripted import load_scripted
 
-        return LoadedStage(load_scripted(spec), pipeline)
+        return LoadedStage(load_scripted(spec.stage_spec()), pipeline)
     from swarmnode.compute.loader import load_stage
 
     return LoadedStage(load_stage(spec.stage_spec(), report), pipeline)

@@ -1,0 +1,211 @@
+"""A node: one trio program with a swarm port, an API port where it coordinates, and the roles it was given."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import threading
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.catalog.registry import Registry
+from swarmnode.catalog.store import ShardStore
+from swarmnode.config import Settings, read_settings
+from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.ids import BootId, NodeId
+from swarmnode.roles.context import NodeContext, PeerResources
+from swarmnode.roles.coordinator import Coordinator
+from swarmnode.roles.peer import Peer
+from swarmnode.wire import direct
+from swarmnode.wire.address import Address
+from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
+from swarmnode.wire.link import Identity
+from swarmnode.wire.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from swarmnode.wire.link import Channel, Hello
+
+COORDINATOR = "coordinator"
+PEER = "peer"
+CAPABILITIES = ("serve-n-stage", "serve-concurrent", "serve-kv-budget", "serve-one-stage")
+"""What this version can do as a stage; a coordinator refuses or degrades where one is missing and names the node."""
+EXIT_FORCED = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What `swarmnode up` was asked for, parsed. `join` is set for a peer without the coordinator role."""
+
+    roles: tuple[str, ...]
+    swarm_listen: Address
+    api_listen: Address | None
+    join: Address | None
+    data_dir: Path | None
+    name: str | None
+    resources: PeerResources
+
+    def __post_init__(self) -> None:
+        if PEER in self.roles and COORDINATOR not in self.roles and self.join is None:
+            raise InvalidRequest("a peer needs --join HOST:PORT, the swarm address its coordinator printed")
+        if COORDINATOR in self.roles and self.join is not None:
+            raise InvalidRequest("--join is for peers; a coordinator is what others join")
+        if COORDINATOR not in self.roles and self.api_listen is not None:
+            raise InvalidRequest("--api-listen needs the coordinator role; ask the coordinator's API")
+
+
+async def run_node(options: NodeOptions, emit: Callable[[str, Mapping[str, object]], None]) -> None:
+    """Run until SIGTERM, SIGINT or cancellation. `emit` gets the node's events, first of them `ready`."""
+    settings = read_settings(options.data_dir)
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    lock = _lock(settings)
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_end_on_signal, nursery.cancel_scope)
+            node = _Node(options, settings, emit)
+            await node.run()
+    finally:
+        os.close(lock)
+
+
+class _Node:
+    """Composition: a role is a service in the nursery, and the swarm port hands each channel to the role it is for."""
+
+    def __init__(
+        self, options: NodeOptions, settings: Settings, emit: Callable[[str, Mapping[str, object]], None]
+    ) -> None:
+        self._options = options
+        self._settings = settings
+        self._emit = emit
+        self._coordinator: Coordinator | None = None
+        self._peer: Peer | None = None
+
+    async def run(self) -> None:
+        identity = _identity(self._options, self._settings)
+        traffic = Traffic()
+        async with trio.open_nursery() as nursery:
+            address: Address = await nursery.start(
+                _listen, self._options.swarm_listen, self._serve_channel, identity, traffic
+            )
+            context = NodeContext(
+                identity=replace(identity, listen=(str(address),)),
+                settings=self._settings,
+                transport=direct,
+                traffic=traffic,
+                emit=self._emit,
+            )
+            ready: dict[str, object] = {"node": identity.node, "name": identity.name, "swarm": str(address)}
+            if COORDINATOR in self._options.roles:
+                ready["api"] = await self._start_coordinator(context, nursery)
+            if PEER in self._options.roles:
+                self._start_peer(context, self._options.join or address, nursery)
+            self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
+            await trio.sleep_forever()
+
+    async def _start_coordinator(self, context: NodeContext, nursery: trio.Nursery) -> str | None:
+        from swarmnode.api.app import create_app
+        from swarmnode.api.server import open_api_listeners, serve_api
+        from swarmnode.roles.gateway import Gateway
+
+        coordinator = Coordinator(context, Registry(self._settings.models_root))
+        self._coordinator = coordinator
+        await nursery.start(coordinator.run)
+        if self._options.api_listen is None:
+            return None
+        wanted = self._options.api_listen
+        try:
+            listeners = await open_api_listeners(wanted.host, wanted.port)
+        except OSError as error:
+            raise Conflict(f"cannot open the API on {wanted}: {error}; choose another --api-listen") from error
+        bound = await nursery.start(serve_api, create_app(Gateway(coordinator)), listeners)
+        host, port = bound[0]
+        return f"http://{Address(host, port)}"
+
+    def _start_peer(self, context: NodeContext, coordinator: Address, nursery: trio.Nursery) -> None:
+        store = ShardStore(self._settings.model_cache)
+        self._peer = Peer(context, coordinator, self._options.resources, store)
+        nursery.start_soon(self._peer.run)
+
+    async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
+        if kind in ("steps", "prompts"):
+            if self._peer is None:
+                raise ProtocolError("this node holds no stages")
+            await self._peer.serve_lane(hello, channel)
+        elif self._coordinator is None:
+            raise ProtocolError("this node is not a coordinator")
+        else:
+            await self._coordinator.serve_channel(kind, hello, channel)
+
+
+async def _listen(
+    address: Address,
+    handler: Callable[..., object],
+    identity: Identity,
+    traffic: Traffic,
+    *,
+    task_status: trio.TaskStatus[Address],
+) -> None:
+    await direct.listen(address, handler, identity, traffic=traffic, task_status=task_status)  # type: ignore[arg-type]
+
+
+async def _end_on_signal(
+    scope: trio.CancelScope, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """The first signal cancels the node and starts the clock of its end; a second one ends the process at once."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for _ in signals:
+            if scope.cancel_called:
+                os._exit(EXIT_FORCED)
+            timer = threading.Timer(NODE_SHUTDOWN_S, os._exit, (EXIT_FORCED,))
+            timer.daemon = True
+            timer.start()
+            scope.cancel()
+
+
+def _identity(options: NodeOptions, settings: Settings) -> Identity:
+    node = _node_id(settings)
+    return Identity(
+        node=node,
+        boot=BootId(uuid.uuid4().hex),
+        name=options.name or f"{os.uname().nodename.split('.')[0]}-{node[:4]}",
+        roles=options.roles,
+        capabilities=CAPABILITIES if PEER in options.roles else (),
+    )
+
+
+def _node_id(settings: Settings) -> NodeId:
+    """The id in the data directory; made on the first start."""
+    path = settings.data_dir / "node.json"
+    try:
+        return NodeId(str(json.loads(path.read_text())["node"]))
+    except FileNotFoundError:
+        node = NodeId(uuid.uuid4().hex)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"node": node}))
+        temporary.replace(path)
+        return node
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{path} is damaged ({error}); restore it, or remove it to become a new node") from error
+
+
+def _lock(settings: Settings) -> int:
+    """Hold the data directory for this process; raises Conflict where another node uses it."""
+    path = settings.data_dir / "node.lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise Conflict(f"another node uses {settings.data_dir}; give this one its own --data-dir") from None
+    return lock

@@ -1,0 +1,227 @@
+"""The coordinator role: knows the peers, the catalogue and the rings, and carries requests between API and heads."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.cluster.membership import Heard, Left, Membership, NodeState, StateChanged
+from swarmnode.cluster.ring_life import (
+    ProbeReturned,
+    Progress,
+    RingInput,
+    StageDown,
+    StageLinked,
+    StageReady,
+    StageUnloaded,
+)
+from swarmnode.driver import Driver
+from swarmnode.errors import LinkBroken, ProtocolError
+from swarmnode.ids import ModelId, NodeId, RingId
+from swarmnode.roles.file_server import serve_files
+from swarmnode.roles.loaded_ring import LoadedRing
+from swarmnode.roles.members import Member
+from swarmnode.roles.planning import plan_ring
+from swarmnode.wire.bodies import unpack_body
+from swarmnode.wire.nursery import open_flat_nursery
+
+if TYPE_CHECKING:
+    from swarmnode.api.backend import LoadOptions
+    from swarmnode.catalog.registry import Registry
+    from swarmnode.roles.context import NodeContext
+    from swarmnode.wire.frames import Frame
+    from swarmnode.wire.link import Channel, Hello
+
+REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """`run` it, hand it the channels of its swarm port, and give its `Gateway` to the API."""
+
+    def __init__(self, context: NodeContext, registry: Registry) -> None:
+        self.context = context
+        self.registry = registry
+        self.members: dict[NodeId, Member] = {}
+        self.rings: dict[RingId, LoadedRing] = {}
+        self.ended: dict[ModelId, LoadedRing] = {}
+        """The last ring of each model that is over, so that status can say what became of it."""
+        self._epoch = 0
+        self._membership = Membership()
+        self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
+            self._membership, lambda _: None, self._member_changed
+        )
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._driver.run)
+            task_status.started()
+            await trio.sleep_forever()
+
+    # rings
+
+    def ring_of(self, model: ModelId) -> LoadedRing | None:
+        """The ring that serves or is to serve `model`."""
+        return next((ring for ring in self.rings.values() if ring.model == model), None)
+
+    def start_load(self, model: ModelId, options: LoadOptions) -> LoadedRing:
+        """Plan a ring and begin to load it; raises LoadRefused and the like before anything was sent."""
+        if self._nursery is None:
+            raise RuntimeError("start_load before run")
+        self._epoch += 1
+        ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
+        manifest = self.registry.get(model)
+        offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
+        planned = plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
+        ring = LoadedRing(planned.specs, planned.plan, planned.dtype, self.post)
+        self.rings[ring.ring] = ring
+        self.ended.pop(model, None)
+        self._nursery.start_soon(self._run_ring, ring)
+        return ring
+
+    async def _run_ring(self, ring: LoadedRing) -> None:
+        try:
+            await ring.run()
+        finally:
+            del self.rings[ring.ring]
+            self.ended[ModelId(ring.model)] = ring
+            about = {"model": ring.model, "ring": ring.ring, "error": ring.error.message if ring.error else None}
+            self.context.emit("ring_over", about)
+
+    def _busy_with(self, node: NodeId) -> str | None:
+        return next((ring.model for ring in self.rings.values() if ring.stage_of(node) is not None), None)
+
+    def post(self, node: NodeId, frame: Frame) -> None:
+        """Send to a peer; a peer that is gone is dealt with by membership, so its frame is dropped."""
+        member = self.members.get(node)
+        if member is None:
+            return
+        try:
+            member.outbox.post(frame)
+        except LinkBroken:
+            member.scope.cancel()
+
+    # what peers say
+
+    async def serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
+        """One channel of the swarm port that is not a ring's lane."""
+        match kind:
+            case "control":
+                await self._serve_control(hello, channel)
+            case "requests":
+                await self._serve_requests(hello, channel)
+            case "files":
+                await serve_files(self.registry, channel)
+            case _:
+                raise ProtocolError(f"a coordinator serves no {kind} channels")
+
+    def state(self, node: NodeId) -> NodeState:
+        return self._membership.state(node)
+
+    def silence_s(self, node: NodeId) -> float | None:
+        return self._membership.silence_s(node, trio.current_time())
+
+    async def _serve_control(self, hello: Hello, channel: Channel) -> None:
+        async for frame in channel:
+            if frame.kind == "beat":
+                self._driver.feed(Heard(hello.identity.node, hello.identity.boot))
+                member = self.members.get(hello.identity.node)
+                if member is not None and member.boot == hello.identity.boot:
+                    member.beat = unpack_body(frame.body)
+
+    async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
+        identity = hello.identity
+        self._refuse_twin(hello)
+        if (old := self.members.get(identity.node)) is not None:
+            old.scope.cancel()
+            self._drop(old)
+        try:
+            async with open_flat_nursery() as nursery:
+                member = Member(identity, nursery.cancel_scope)
+                self.members[identity.node] = member
+                self._driver.feed(Heard(identity.node, identity.boot))
+                self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
+                nursery.start_soon(member.outbox.run, channel)
+                async for frame in channel:
+                    self._driver.feed(Heard(identity.node, identity.boot))
+                    self._take(identity.node, frame)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._drop(member)
+
+    def _refuse_twin(self, hello: Hello) -> None:
+        """Two live nodes of one name cannot be told apart by people."""
+        for other in self.members.values():
+            if other.identity.name == hello.identity.name and other.node != hello.identity.node:
+                raise ProtocolError(f"another node is already called {hello.identity.name!r}; give --name")
+
+    def _drop(self, member: Member) -> None:
+        if self.members.get(member.node) is member:
+            del self.members[member.node]
+            self.context.emit("peer_left", {"node": member.node, "name": member.identity.name})
+            self._driver.feed(Left(member.node, member.boot))
+
+    def _member_changed(self, change: StateChanged) -> None:
+        if change.state is NodeState.DEAD:
+            member = self.members.get(change.node)
+            if member is not None and member.boot == change.boot:
+                member.scope.cancel()
+            self._stages_gone(change.node)
+
+    def _stages_gone(self, node: NodeId) -> None:
+        for ring in list(self.rings.values()):
+            stage = ring.stage_of(node)
+            if stage is not None:
+                name = ring.plan.stages[stage].peer.name
+                text = f"stage {stage} is lost: its peer {name} is gone"
+                ring.feed(StageDown(stage, "stage_lost", text, gone=True))
+
+    def _take(self, node: NodeId, frame: Frame) -> None:
+        """One frame of a peer. It may speak only of rings it is part of, and only for its own stage."""
+        if frame.kind in REQUEST_KINDS:
+            self._take_reply(node, frame)
+            return
+        ring = self.rings.get(RingId(frame.header["ring"])) if "ring" in frame.header else None
+        if ring is None:
+            return  # a report about a ring that is over crossed its end
+        stage = ring.stage_of(node)
+        if stage is None:
+            raise ProtocolError(f"{frame.kind} for ring {ring.ring}, which this node is not part of")
+        if frame.kind == "gauges":
+            ring.gauges[stage] = unpack_body(frame.body)
+        else:
+            ring.feed(_ring_input(stage, frame))
+
+    def _take_reply(self, node: NodeId, frame: Frame) -> None:
+        for ring in self.rings.values():
+            stream = ring.requests.get(frame.header.get("request", ""))
+            if stream is not None and ring.head == node:
+                stream.put(frame)
+
+
+def _ring_input(stage: int, frame: Frame) -> RingInput:
+    header = frame.header
+    match frame.kind:
+        case "progress":
+            return Progress(stage, header["phase"], header["done"], header["total"])
+        case "stage_ready":
+            body = unpack_body(frame.body)
+            return StageReady(stage, str(body["address"]), int(body["kv_tokens"]))
+        case "linked":
+            return StageLinked(stage)
+        case "probed":
+            return ProbeReturned()
+        case "stage_failed":
+            return StageDown(stage, header["code"], header["message"])
+        case "broken":
+            return StageDown(stage, "stage_lost", f"stage {stage} lost its link to a neighbour")
+        case "unloaded":
+            return StageUnloaded(stage)
+        case _:
+            raise ProtocolError(f"a peer sent {frame.kind} to the coordinator")

@@ -1,0 +1,101 @@
+"""A peer's side of a *files* channel: brings the files a stage needs, checked and resumable, into its own store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.errors import Conflict, FetchFailed, ProtocolError, from_wire
+from swarmnode.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from swarmnode.catalog.manifest import FileEntry
+    from swarmnode.catalog.store import PartialFile, ShardStore
+    from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.address import Address
+    from swarmnode.wire.link import Channel
+
+FETCH_PROGRESS_S = 60.0
+"""No bytes for this long: the coordinator's disk or the link is stuck, and the load fails rather than waits."""
+SHARED_WAIT_S = 0.25
+"""Between looks at a file that another load of this peer is fetching."""
+REPORT_S = 0.25
+"""Progress is reported at most this often."""
+
+
+async def fetch_files(
+    context: NodeContext,
+    coordinator: Address,
+    spec: LoadSpec,
+    store: ShardStore,
+    report: Callable[[str, int, int], None],
+) -> None:
+    """Bring every file of `spec` that the store lacks. Raises FetchFailed, NoSpace or LinkBroken."""
+    missing = store.missing(spec.files)
+    if not missing:
+        return
+    needed = store.missing_bytes(spec.files)
+    store.check_space(needed)
+    progress = _Progress(report, needed)
+    async with context.transport.dial(coordinator, "files", context.identity) as channel:
+        for entry in missing:
+            await _fetch_file(channel, spec, entry, store, progress)
+
+
+class _Progress:
+    def __init__(self, report: Callable[[str, int, int], None], total: int) -> None:
+        self._report, self._total = report, total
+        self._done = 0
+        self._reported_s = 0.0
+
+    def add(self, n_bytes: int) -> None:
+        self._done += n_bytes
+        now = trio.current_time()
+        if now - self._reported_s >= REPORT_S or self._done == self._total:
+            self._reported_s = now
+            self._report("fetching", self._done, self._total)
+
+
+async def _fetch_file(
+    channel: Channel, spec: LoadSpec, entry: FileEntry, store: ShardStore, progress: _Progress
+) -> None:
+    partial = await _begin(store, entry)
+    if partial is None:
+        return
+    with partial:
+        wanted = {"model": spec.model, "path": entry.path, "size": entry.size, "sha256": entry.sha256}
+        await channel.send(Frame("fetch", {**wanted, "offset": partial.length}))
+        while (frame := await _next(channel, entry)).kind == "data":
+            if frame.header["offset"] != partial.length:
+                raise FetchFailed(f"{entry.path}: got offset {frame.header['offset']}, expected {partial.length}")
+            await trio.to_thread.run_sync(partial.write, frame.body)
+            progress.add(len(frame.body))
+        await trio.to_thread.run_sync(partial.finish)
+
+
+async def _begin(store: ShardStore, entry: FileEntry) -> PartialFile | None:
+    """Own the file's download; while another load of this store fetches it, wait for that one."""
+    while True:
+        try:
+            return await trio.to_thread.run_sync(store.begin, entry)
+        except Conflict:
+            await trio.sleep(SHARED_WAIT_S)
+
+
+async def _next(channel: Channel, entry: FileEntry) -> Frame:
+    try:
+        with trio.fail_after(FETCH_PROGRESS_S):
+            frame = await channel.receive()
+    except trio.TooSlowError:
+        raise FetchFailed(f"{entry.path}: no bytes from the coordinator for {FETCH_PROGRESS_S:.0f} s") from None
+    except trio.EndOfChannel:
+        raise FetchFailed(f"{entry.path}: the coordinator ended the transfer") from None
+    if frame.kind == "error":
+        raise from_wire(frame.header["code"], frame.header["message"])
+    if frame.kind not in ("data", "fetched"):
+        raise ProtocolError(f"a files channel brought {frame.kind}")
+    return frame

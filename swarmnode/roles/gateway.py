@@ -1,0 +1,246 @@
+"""The coordinator behind the API: the `Backend` that turns HTTP's wishes into loads and requests."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.api.backend import ChatEvent, ChatRequest, Done, LoadOptions, ModelCard
+from swarmnode.cluster.membership import NodeState
+from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, StageLost
+from swarmnode.ids import ModelId, RequestId
+from swarmnode.ring.work import Sampling
+from swarmnode.roles.requests import RequestStream
+from swarmnode.wire.bodies import pack_body
+from swarmnode.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+    from swarmnode.catalog.manifest import Manifest
+    from swarmnode.roles.coordinator import Coordinator
+    from swarmnode.roles.loaded_ring import LoadedRing
+
+
+class Gateway:
+    """Implements `api.backend.Backend` over a coordinator."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    # models
+
+    def models(self) -> Sequence[ModelCard]:
+        return [self._card(manifest) for manifest in self._coordinator.registry.models()]
+
+    def model(self, model: str) -> ModelCard:
+        return self._card(self._coordinator.registry.get(model))
+
+    def _card(self, manifest: Manifest) -> ModelCard:
+        arch = manifest.architecture
+        ring = self._coordinator.ring_of(manifest.model_id)
+        context = arch.context_tokens if ring is None else ring.plan.context_tokens
+        defaults = manifest.sampling
+        return ModelCard(
+            id=manifest.model_id,
+            created=manifest.created,
+            state=self._state(manifest.model_id),
+            context_tokens=context,
+            details={
+                "architecture": arch.name,
+                "layers": arch.num_layers,
+                "parameters": sum(arch.layer_params) + arch.embed_params,
+                "num_stages": manifest.num_stages,
+                "boundaries": manifest.boundaries,
+                "dtype": manifest.dtype,
+                "base": manifest.base,
+                "size_bytes": sum(entry.size for entry in manifest.files),
+                "model_context_tokens": arch.context_tokens,
+            },
+            defaults=Sampling(defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p),
+        )
+
+    def _state(self, model: ModelId) -> str:
+        ring = self._coordinator.ring_of(model)
+        if ring is None:
+            ended = self._coordinator.ended.get(model)
+            return ended.state if ended is not None and ended.error is not None else "available"
+        return ring.state
+
+    @asynccontextmanager
+    async def archive(self, model: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        yield _read_in_thread(self._coordinator.registry.archive(model).chunks())
+
+    # loads
+
+    async def load(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
+        model_id = self._coordinator.registry.get(model).model_id
+        ring = self._coordinator.ring_of(model_id)
+        if ring is not None and ring.state != "ready":
+            raise Conflict(f"{model} is {ring.state}; wait until that is over")
+        if ring is not None and not _same(ring, options):
+            raise Conflict(f"{model} is loaded over {len(ring.specs)} stages in {ring.dtype}; unload it first")
+        if ring is None:
+            ring = self._coordinator.start_load(model_id, options)
+        if options.wait:
+            await ring.settled.wait()
+            if ring.error is not None:
+                await ring.over.wait()
+                raise LoadFailed(f"{model} did not load: {ring.error.message}")
+        return self.status(model)
+
+    async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
+        model_id = self._coordinator.registry.get(model).model_id
+        ring = self._coordinator.ring_of(model_id)
+        if ring is not None:
+            await ring.unload(force=force)
+        return self.status(model)
+
+    # what is going on
+
+    def status(self, model: str) -> Mapping[str, Any]:
+        model_id = self._coordinator.registry.get(model).model_id
+        ring = self._coordinator.ring_of(model_id)
+        shown = ring or self._coordinator.ended.get(model_id)
+        about: dict[str, Any] = {"id": model_id, "state": self._state(model_id), "error": None, "stages": []}
+        if shown is not None and shown.error is not None:
+            about["error"] = {"code": shown.error.code, "message": shown.error.message}
+        if ring is not None:
+            about |= _ring_status(ring)
+        return about
+
+    def nodes(self) -> Mapping[str, Any]:
+        coordinator = self._coordinator
+        identity = coordinator.context.identity
+        me = {"node": identity.node, "name": identity.name, "roles": list(identity.roles), "state": "alive"}
+        peers = [
+            {
+                "node": member.node,
+                "name": member.identity.name,
+                "roles": list(member.identity.roles),
+                "state": coordinator.state(member.node).value if member.usable else NodeState.SUSPECT.value,
+                "address": member.identity.listen[0] if member.identity.listen else None,
+                "silence_s": round(coordinator.silence_s(member.node) or 0.0, 2),
+                **{key: member.beat.get(key) for key in ("memory_bytes", "device", "threads", "stages")},
+            }
+            for member in coordinator.members.values()
+        ]
+        rings = [{"id": ring.model, "state": ring.state, **_ring_status(ring)} for ring in coordinator.rings.values()]
+        return {"coordinator": me, "peers": peers, "rings": rings, "traffic": coordinator.context.traffic.snapshot()}
+
+    # requests
+
+    @asynccontextmanager
+    async def open_chat(self, request: ChatRequest) -> AsyncIterator[AsyncIterator[ChatEvent]]:
+        ring = self._serving_ring(request.model)
+        stream = RequestStream(RequestId(uuid.uuid4().hex))
+        ring.open(stream)
+        try:
+            header = {"request": stream.request, "ring": ring.ring}
+            self._coordinator.post(ring.head, Frame("open", header, pack_body(_open_body(request))))
+            yield _events(stream, ring)
+        finally:
+            ring.close(stream)
+
+    def _serving_ring(self, model: ModelId) -> LoadedRing:
+        self._coordinator.registry.get(model)
+        ring = self._coordinator.ring_of(model)
+        if ring is None:
+            ended = self._coordinator.ended.get(model)
+            if ended is not None and ended.error is not None and ended.state == "lost":
+                raise StageLost(f"{model} was lost ({ended.error.message}); load it again")
+            raise ModelNotLoaded(f"{model} is not loaded; load it with `swarmnode model-load {model}`")
+        if ring.draining:
+            raise ModelUnloading(f"{model} is being unloaded")
+        if not ring.serving:
+            raise ring.error or ModelNotLoaded(f"{model} is still loading; try again in a few seconds")
+        return ring
+
+
+async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncIterator[ChatEvent]:
+    """The stream's events; Done gets the route its hidden states took."""
+    while True:
+        event = await stream.next()
+        if isinstance(event, Done):
+            route = "direct" if len(ring.specs) > 1 else "local"
+            yield Done(
+                event.finish_reason,
+                event.prompt_tokens,
+                event.completion_tokens,
+                {**event.timing, "route": route},
+                event.stop_sequence,
+            )
+            return
+        yield event
+
+
+async def _read_in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Chunks that come from a disk, read without holding up the node's loop."""
+    while (chunk := await trio.to_thread.run_sync(next, chunks, None)) is not None:
+        yield chunk
+
+
+def _open_body(request: ChatRequest) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "messages": [dict(message) for message in request.messages],
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+        },
+        "max_tokens": request.max_tokens,
+        "stop": list(request.stop),
+        "template_kwargs": dict(request.template_kwargs),
+    }
+
+
+def _same(ring: LoadedRing, options: LoadOptions) -> bool:
+    """Whether a load that is asked for is the one that runs."""
+    stages = options.num_stages or len(options.peers) or len(ring.specs)
+    names = [(stage.peer.name, stage.peer.node) for stage in ring.plan.stages]
+    on_peers = not options.peers or all(p in pair for p, pair in zip(options.peers, names, strict=False))
+    return stages == len(ring.specs) and on_peers and options.dtype in ("auto", ring.dtype)
+
+
+def _ring_status(ring: LoadedRing) -> dict[str, Any]:
+    head = ring.gauges.get(0, {})
+    stages = [_stage_status(ring, index) for index in range(len(ring.specs))]
+    return {
+        "ring": ring.ring,
+        "dtype": ring.dtype,
+        "started": ring.started_unix,
+        "context_tokens": ring.plan.context_tokens,
+        "max_in_flight": ring.plan.max_in_flight,
+        "requests": len(ring.requests),
+        "running": head.get("running", 0),
+        "waiting": head.get("waiting", 0),
+        "ending": head.get("ending", 0),
+        "kv_reserved_tokens": head.get("kv_reserved_tokens", 0),
+        "kv_tokens": ring.plan.kv_tokens,
+        "stages": stages,
+    }
+
+
+def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
+    plan = ring.plan.stages[index]
+    progress = ring.progress(index)
+    gauges = ring.gauges.get(index, {})
+    return {
+        "stage": index,
+        "peer": plan.peer.name,
+        "node": plan.peer.node,
+        "layers": [plan.first_layer, plan.end_layer - 1],
+        "weight_bytes": plan.weight_bytes,
+        "phase": "ready" if ring.life.is_ready(index) else (progress.phase if progress else "starting"),
+        "done": progress.done if progress else 0,
+        "total": progress.total if progress else 0,
+        "sessions": gauges.get("sessions", 0),
+        "kv_tokens": gauges.get("kv_tokens", 0),
+        "kv_bytes": gauges.get("kv_bytes", 0),
+    }

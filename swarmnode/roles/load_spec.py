@@ -1,0 +1,89 @@
+"""What the coordinator tells a peer to load: the body of a `load` frame, as types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.catalog.manifest import FileEntry
+from swarmnode.errors import ProtocolError
+from swarmnode.ids import ModelId, RingId, parse_model_id
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_INTS = (
+    "num_stages",
+    "first_layer",
+    "end_layer",
+    "num_layers",
+    "context_tokens",
+    "kv_tokens",
+    "max_in_flight",
+    "max_waiting",
+    "max_group",
+    "typical_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """One stage of one ring, with the files it needs; settings of the head matter on stage 0 only."""
+
+    ring: RingId
+    epoch: tuple[int, int]
+    stage: int
+    model: ModelId
+    files: tuple[FileEntry, ...]
+    scripted: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    num_stages: int
+    first_layer: int
+    end_layer: int
+    num_layers: int
+    context_tokens: int
+    kv_tokens: int
+    max_in_flight: int
+    max_waiting: int
+    max_group: int
+    typical_tokens: int
+
+    def header(self) -> dict[str, Any]:
+        return {"ring": self.ring, "epoch": list(self.epoch), "stage": self.stage}
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "files": [entry.model_dump() for entry in self.files],
+            "scripted": self.scripted,
+            "dtype": self.dtype,
+            "eos_token_ids": list(self.eos_token_ids),
+            **{name: getattr(self, name) for name in _INTS},
+        }
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any], body: Mapping[str, Any]) -> LoadSpec:
+        """From a frame's header and unpacked body; raises ProtocolError that names what does not fit."""
+        try:
+            numbers = {name: _int(body, name) for name in _INTS}
+            return cls(
+                ring=RingId(header["ring"]),
+                epoch=(header["epoch"][0], header["epoch"][1]),
+                stage=header["stage"],
+                model=parse_model_id(body["model"]),
+                files=tuple(FileEntry.model_validate(entry) for entry in body["files"]),
+                scripted=body["scripted"] is True,
+                dtype=str(body["dtype"]),
+                eos_token_ids=tuple(int(token) for token in body["eos_token_ids"]),
+                **numbers,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"the load does not fit: {error}") from error
+
+
+def _int(body: Mapping[str, Any], name: str) -> int:
+    value = body[name]
+    if type(value) is not int or not 0 <= value < 1 << 40:
+        raise ValueError(f"{name}={value!r:.80} is not a whole number from 0 to 2^40")
+    return value

@@ -1,0 +1,166 @@
+"""One loaded (or loading) ring at the coordinator: its life machine, its stages' gauges, its requests."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.cluster.ring_life import (
+    Progress,
+    RingCommand,
+    RingEvent,
+    RingInput,
+    RingLife,
+    RingLost,
+    RingOver,
+    RingReady,
+    RingState,
+    SendLink,
+    SendLoad,
+    SendProbe,
+    SendUnload,
+    UnloadAsked,
+)
+from swarmnode.driver import Driver
+from swarmnode.errors import ModelUnloading, SwarmError, from_wire
+from swarmnode.wire.bodies import pack_body
+from swarmnode.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from swarmnode.cluster.placement import Plan
+    from swarmnode.ids import NodeId, RequestId, RingId
+    from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.roles.requests import RequestStream
+
+DRAIN_S = 60.0
+"""Running replies may finish for this long after an unload was asked for."""
+
+
+class LoadedRing:
+    """Made when a load was planned; over when every stage gave its memory back.
+
+    `post` sends a frame to a node (and drops it where the node is gone: membership then ends the stage).
+    """
+
+    def __init__(
+        self, specs: Sequence[LoadSpec], plan: Plan, dtype: str, post: Callable[[NodeId, Frame], None]
+    ) -> None:
+        self.specs = tuple(specs)
+        self.plan = plan
+        self.dtype = dtype
+        self.started_unix = int(time.time())
+        self.draining = False
+        self.gauges: dict[int, Mapping[str, Any]] = {}
+        self.requests: dict[RequestId, RequestStream] = {}
+        self.settled = trio.Event()
+        """Ready, or failed for good."""
+        self.over = trio.Event()
+        self.life = RingLife([stage.peer.node for stage in plan.stages], trio.current_time())
+        self._post = post
+        self._idle = trio.Event()
+        self._driver: Driver[RingInput, RingCommand, RingEvent] = Driver(self.life, self._send, self._notify)
+
+    @property
+    def ring(self) -> RingId:
+        return self.specs[0].ring
+
+    @property
+    def model(self) -> str:
+        return self.specs[0].model
+
+    @property
+    def head(self) -> NodeId:
+        return self.life.nodes[0]
+
+    @property
+    def serving(self) -> bool:
+        return self.life.state is RingState.READY and not self.draining
+
+    @property
+    def state(self) -> str:
+        """As the API says it: loading, ready, unloading, lost or failed."""
+        if self.life.error is not None:
+            return "lost" if self.life.error.was_ready else "failed"
+        if self.draining or self.life.state in (RingState.ENDING, RingState.OVER):
+            return "unloading"
+        return "ready" if self.life.state is RingState.READY else "loading"
+
+    @property
+    def error(self) -> SwarmError | None:
+        lost = self.life.error
+        return from_wire(lost.code, lost.message) if lost is not None else None
+
+    async def run(self) -> None:
+        """Drive the life until it is over."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._driver.run)
+            await self.over.wait()
+            nursery.cancel_scope.cancel()
+
+    def feed(self, message: RingInput) -> None:
+        self._driver.feed(message)
+
+    def stage_of(self, node: NodeId) -> int | None:
+        """The stage `node` holds; None for a node that is not part of this ring."""
+        return self.life.nodes.index(node) if node in self.life.nodes else None
+
+    async def unload(self, *, force: bool) -> None:
+        """Let running replies finish (for DRAIN_S, not at all with `force`), then give every stage's memory back."""
+        self.draining = True
+        if not force:
+            with trio.move_on_after(DRAIN_S):
+                while self.requests and self.life.state is RingState.READY:
+                    self._idle = trio.Event()
+                    await self._idle.wait()
+        self.fail_requests(ModelUnloading(f"{self.model} is being unloaded"))
+        self.feed(UnloadAsked())
+        await self.over.wait()
+
+    def open(self, stream: RequestStream) -> None:
+        self.requests[stream.request] = stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Forget a request; a head that still works for it is told to stop."""
+        if self.requests.pop(stream.request, None) is None:
+            return
+        if not stream.ended:
+            self._post(self.head, Frame("cancel", {"request": stream.request}))
+        if not self.requests:
+            self._idle.set()
+
+    def fail_requests(self, error: SwarmError) -> None:
+        for stream in self.requests.values():
+            if not stream.ended:
+                stream.fail(error)
+                self._post(self.head, Frame("cancel", {"request": stream.request}))
+
+    def progress(self, stage: int) -> Progress | None:
+        return self.life.progress.get(stage)
+
+    def _send(self, command: RingCommand) -> None:
+        match command:
+            case SendLoad(stage=stage):
+                spec = self.specs[stage]
+                self._post(self.life.nodes[stage], Frame("load", spec.header(), pack_body(spec.body())))
+            case SendLink(stage=stage, next_address=address):
+                frame = Frame("link", {"ring": self.ring, "stage": stage}, pack_body({"next": address}))
+                self._post(self.life.nodes[stage], frame)
+            case SendProbe():
+                self._post(self.head, Frame("probe_ring", {"ring": self.ring}))
+            case SendUnload(stage=stage):
+                self._post(self.life.nodes[stage], Frame("unload", {"ring": self.ring}))
+
+    def _notify(self, event: RingEvent) -> None:
+        match event:
+            case RingReady():
+                self.settled.set()
+            case RingLost(code=code, message=message):
+                self.fail_requests(from_wire(code, message))
+                self.settled.set()
+            case RingOver():
+                self.settled.set()
+                self.over.set()

@@ -1,0 +1,42 @@
+"""The coordinator's view of the connected peers: who they are, what they offer, how to reach them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.cluster.placement import PeerResources
+from swarmnode.roles.outbox import Outbox
+
+if TYPE_CHECKING:
+    import trio
+
+    from swarmnode.ids import BootId, NodeId
+    from swarmnode.wire.link import Identity
+
+
+@dataclass(slots=True)
+class Member:
+    """A peer with both its connections up or coming up. `beat` is the body of its last beat."""
+
+    identity: Identity
+    scope: trio.CancelScope
+    """Cancelling it closes the peer's requests connection, which makes it dial again."""
+    outbox: Outbox = field(default_factory=Outbox)
+    beat: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def node(self) -> NodeId:
+        return self.identity.node
+
+    @property
+    def boot(self) -> BootId:
+        return self.identity.boot
+
+    @property
+    def usable(self) -> bool:
+        """It has said what it offers."""
+        return bool(self.beat)
+
+    def resources(self, busy_with: str | None) -> PeerResources:
+        return PeerResources(self.node, self.identity.name, int(self.beat.get("memory_bytes", 0)), busy_with)

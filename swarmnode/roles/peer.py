@@ -1,0 +1,156 @@
+"""The peer role: keeps a connection to the coordinator, holds stages when told to, and serves its rings' lanes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.cluster.membership import BEAT_INTERVAL_S
+from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.roles.load_spec import LoadSpec
+from swarmnode.roles.outbox import Outbox
+from swarmnode.roles.stage_host import StageHost
+from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.nursery import open_flat_nursery
+
+if TYPE_CHECKING:
+    from swarmnode.catalog.store import ShardStore
+    from swarmnode.ids import RingId
+    from swarmnode.roles.context import NodeContext, PeerResources
+    from swarmnode.wire.address import Address
+    from swarmnode.wire.link import Channel, Hello
+
+RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Waits between attempts to reach the coordinator; the last one repeats."""
+
+_log = logging.getLogger(__name__)
+
+
+class Peer:
+    """Dials the coordinator and does what it says; a lost coordinator ends the stages held for it."""
+
+    def __init__(self, context: NodeContext, coordinator: Address, resources: PeerResources, store: ShardStore) -> None:
+        self._context = context
+        self._coordinator = coordinator
+        self._resources = resources
+        self._store = store
+        self._hosts: dict[RingId, StageHost] = {}
+        self._outbox = Outbox()
+
+    async def run(self) -> None:
+        """Stay connected until cancelled; every lost connection is reported and tried again."""
+        attempt = 0
+        while True:
+            try:
+                await self._serve_coordinator()
+            except SwarmError as error:
+                self._context.emit("coordinator_lost", {"address": str(self._coordinator), "reason": error.message})
+                connected = isinstance(error, _Disconnected)
+            attempt = 0 if connected else attempt + 1
+            await trio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+
+    async def serve_lane(self, hello: Hello, channel: Channel) -> None:
+        """An incoming lane of a ring; refused when the ring is not held here."""
+        host = self._hosts.get(hello.parameters.ring) if hello.parameters.ring is not None else None
+        if host is None:
+            raise ProtocolError(f"no stage of ring {hello.parameters.ring} is held here")
+        await host.serve_lane(hello, channel)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The stages held here, for beats and `ps`."""
+        return [
+            {
+                "ring": ring,
+                "model": host.spec.model,
+                "stage": host.spec.stage,
+                "phase": host.phase,
+                "pid": host.worker.pid if host.worker is not None else None,
+                "gauges": host.gauges,
+            }
+            for ring, host in self._hosts.items()
+        ]
+
+    async def _serve_coordinator(self) -> None:
+        """One connection's life: control and requests, until either breaks. The stages end with it."""
+        self._outbox = Outbox()
+        dial, identity = self._context.transport.dial, self._context.identity
+        async with (
+            dial(self._coordinator, "control", identity) as control,
+            dial(self._coordinator, "requests", identity) as requests,
+        ):
+            self._context.emit("joined", {"coordinator": str(self._coordinator)})
+            try:
+                async with open_flat_nursery() as nursery:
+                    nursery.start_soon(self._send_beats, control)
+                    nursery.start_soon(_read_to_end, control)
+                    nursery.start_soon(self._outbox.run, requests)
+                    async for frame in requests:
+                        self._take(frame, nursery)
+                    raise LinkBroken("the coordinator closed the connection")
+            except SwarmError as error:
+                raise _Disconnected(error.message) from error
+
+    async def _send_beats(self, control: Channel) -> None:
+        seq = 0
+        while True:
+            header = {"node": self._context.identity.node, "boot": self._context.identity.boot, "seq": seq}
+            body = {
+                "memory_bytes": self._resources.memory_bytes,
+                "device": self._resources.device,
+                "threads": self._resources.threads,
+                "stages": self.snapshot(),
+            }
+            await control.send(Frame("beat", header, pack_body(body)))
+            seq += 1
+            await trio.sleep(BEAT_INTERVAL_S)
+
+    def _take(self, frame: Frame, nursery: trio.Nursery) -> None:
+        """One frame of the coordinator; only a load starts anything new."""
+        if frame.kind == "load":
+            nursery.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
+            return
+        if frame.kind == "cancel":
+            for head in (host for host in self._hosts.values() if host.spec.stage == 0):
+                head.take(frame)
+            return
+        host = self._hosts.get(frame.header["ring"])
+        if host is None:
+            self._answer_unknown(frame)
+        elif frame.kind == "unload":
+            host.unload()
+        elif frame.kind == "link":
+            host.link(unpack_body(frame.body)["next"])
+        else:
+            host.take(frame)
+
+    def _answer_unknown(self, frame: Frame) -> None:
+        """A ring that is gone here: the coordinator's command crossed its end."""
+        if frame.kind == "open":
+            text = "the stage that took requests is gone"
+            header = {"request": frame.header["request"], "code": "stage_lost", "message": text}
+            self._outbox.post(Frame("error", header))
+        elif frame.kind == "unload":
+            self._outbox.post(Frame("unloaded", {"ring": frame.header["ring"], "stage": 0}))
+
+    async def _hold(self, spec: LoadSpec) -> None:
+        host = StageHost(self._context, spec, self._resources, self._store, self._outbox.post)
+        self._hosts[spec.ring] = host
+        try:
+            await host.run(self._coordinator)
+        finally:
+            del self._hosts[spec.ring]
+            self._context.traffic.forget_ring(spec.ring)
+
+
+class _Disconnected(LinkBroken):
+    """A connection that was up has ended: the next attempt comes soon."""
+
+
+async def _read_to_end(control: Channel) -> None:
+    """The coordinator says nothing on control yet; its end is the connection's end."""
+    async for _ in control:
+        pass
+    raise LinkBroken("the coordinator closed the connection")

@@ -1,0 +1,111 @@
+"""From a manifest, a load's options and the peers' offers to the specs of every stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmnode.catalog.planning import stage_files
+from swarmnode.cluster.placement import ModelShape, Plan, PlanRequest, plan_load
+from swarmnode.errors import LoadRefused
+from swarmnode.roles.load_spec import LoadSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from swarmnode.api.backend import LoadOptions
+    from swarmnode.catalog.manifest import Manifest
+    from swarmnode.cluster.placement import PeerResources
+    from swarmnode.config import Settings
+    from swarmnode.ids import RingId
+
+SERVING_DTYPES = ("auto", "float32", "bfloat16")
+SCRIPTED = "Scripted"
+WAITING_BEYOND_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRing:
+    plan: Plan
+    specs: tuple[LoadSpec, ...]
+    dtype: str
+
+
+def model_shape(manifest: Manifest) -> ModelShape:
+    """The part of a manifest that placement computes with."""
+    arch = manifest.architecture
+    return ModelShape(
+        layer_params=arch.layer_params,
+        embed_params=arch.embed_params,
+        head_params=arch.head_params,
+        kv_values_per_token_layer=arch.kv_values_per_token_layer,
+        context_tokens=arch.context_tokens,
+        recorded_stages=manifest.num_stages,
+        recorded_boundaries=manifest.boundaries,
+        weightless=arch.name == SCRIPTED,
+    )
+
+
+def serving_dtype(asked: str, stored: str) -> str:
+    """The dtype a stage computes in: what was asked, else float32 weights stay and both half formats are bfloat16."""
+    if asked not in SERVING_DTYPES:
+        raise LoadRefused(f"dtype {asked!r} is not one of {', '.join(SERVING_DTYPES)}", param="dtype")
+    if asked != "auto":
+        return asked
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def plan_ring(
+    manifest: Manifest,
+    options: LoadOptions,
+    offers: Sequence[PeerResources],
+    settings: Settings,
+    ring: RingId,
+    epoch: int,
+) -> PlannedRing:
+    """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
+    dtype = serving_dtype(options.dtype, manifest.dtype)
+    request = PlanRequest(
+        num_stages=options.num_stages,
+        peers=options.peers,
+        dtype=dtype,
+        in_flight=settings.in_flight,
+        typical_tokens=settings.typical_tokens,
+        min_context_tokens=settings.context_tokens,
+    )
+    plan = plan_load(model_shape(manifest), request, offers)
+    layers = manifest.architecture.num_layers
+    specs = tuple(
+        LoadSpec(
+            ring=ring,
+            epoch=(epoch, 0),
+            stage=index,
+            model=manifest.model_id,
+            files=(
+                *manifest.tokenizer_files(),
+                *stage_files(manifest, stage.first_layer, stage.end_layer, len(plan.stages)),
+            ),
+            scripted=manifest.architecture.name == SCRIPTED,
+            dtype=dtype,
+            eos_token_ids=manifest.eos_token_ids,
+            num_stages=len(plan.stages),
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            num_layers=layers,
+            context_tokens=plan.context_tokens,
+            kv_tokens=plan.kv_tokens,
+            max_in_flight=plan.max_in_flight,
+            max_waiting=_waiting_room(plan, settings),
+            max_group=settings.max_batch,
+            typical_tokens=settings.typical_tokens,
+        )
+        for index, stage in enumerate(plan.stages)
+    )
+    return PlannedRing(plan, specs, dtype)
+
+
+def _waiting_room(plan: Plan, settings: Settings) -> int:
+    """How many requests may wait beside those in flight (R6: SWARM_SERVE_MAX_IN_FLIGHT counts both)."""
+    if settings.max_in_flight is None:
+        return WAITING_BEYOND_IN_FLIGHT
+    return max(0, settings.max_in_flight - plan.max_in_flight)

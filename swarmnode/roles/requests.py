@@ -1,0 +1,89 @@
+"""A request on its way through a ring, as the gateway holds it: events in, bounded, with one end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.api.backend import Accepted, ChatEvent, Done, Started, TextDelta
+from swarmnode.errors import Stalled, SwarmError, from_wire
+from swarmnode.wire.bodies import unpack_body
+
+if TYPE_CHECKING:
+    from swarmnode.ids import RequestId
+    from swarmnode.wire.frames import Frame
+
+MAX_UNREAD_EVENTS = 1024
+"""A client that stops reading is cut off here: a slot of the ring must not be held for someone who is not there."""
+ACCEPT_S = 30.0
+"""Tokenizing a prompt of the largest body takes a second or two; silence beyond this is a stuck head."""
+
+
+class RequestStream:
+    """`put` takes the head's frames without waiting; `events` gives them to the API, ending with Done or an error."""
+
+    def __init__(self, request: RequestId) -> None:
+        self.request = request
+        self.accepted = False
+        self.ended = False
+        self._send, self._receive = trio.open_memory_channel["ChatEvent | SwarmError"](MAX_UNREAD_EVENTS)
+
+    def put(self, frame: Frame) -> None:
+        """Take one frame of the head about this request; what comes after the end is dropped."""
+        header = frame.header
+        match frame.kind:
+            case "accepted":
+                self.accepted = True
+                self._offer(Accepted(header["prompt_tokens"]))
+            case "started":
+                self._offer(Started())
+            case "text":
+                self._offer(TextDelta(header["text"], header["n"]))
+            case "done":
+                self._offer(_done(frame))
+                self.ended = True
+            case "error":
+                error = from_wire(header["code"], header["message"])
+                error.param = header.get("param")
+                self.fail(error)
+
+    def fail(self, error: SwarmError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.ended:
+            self._offer(error)
+            self.ended = True
+
+    async def next(self) -> ChatEvent:
+        """The next event. Raises the request's error, or Stalled where it is not even accepted in time."""
+        if self.accepted:
+            event = await self._receive.receive()
+        else:
+            try:
+                with trio.fail_after(ACCEPT_S):
+                    event = await self._receive.receive()
+            except trio.TooSlowError:
+                raise Stalled(f"stage 0 did not take the request within {ACCEPT_S:.0f} s") from None
+        if isinstance(event, SwarmError):
+            raise event
+        return event
+
+    def _offer(self, event: ChatEvent | SwarmError) -> None:
+        if self.ended:
+            return
+        try:
+            self._send.send_nowait(event)
+        except trio.WouldBlock:
+            self.ended = True
+            self._send.close()
+
+
+def _done(frame: Frame) -> Done:
+    header = frame.header
+    return Done(
+        finish_reason=header["finish_reason"],
+        prompt_tokens=header["prompt_tokens"],
+        completion_tokens=header["completion_tokens"],
+        timing=unpack_body(frame.body),
+        stop_sequence=header.get("stop"),
+    )
