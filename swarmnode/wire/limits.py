@@ -27,6 +27,7 @@ MAX_BODY_ITEMS = 1 << 20
 MAX_RANK = 4
 """Dimensions of a tensor: (positions, hidden) needs 2; 4 leaves room for what drafts may send."""
 MAX_DIMENSION = 1 << 24
+"""One dimension; the product is bounded by MAX_BODY_BYTES anyway."""
 
 STREAM_WINDOW_BYTES = 8 << 20
 """Unread bytes a channel may hold: 8 MiB keep 1 Gbit/s busy at 60 ms RTT (h2's own 64 KiB: 1 MB/s)."""
