@@ -38,8 +38,17 @@ async def dial(
 ) -> AsyncIterator[Channel]:
     """See `link.Transport.dial`."""
     stream = await _connect(require_loopback(address))
+    async with dial_over(_secure(stream), kind, identity, options) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def dial_over(
+    stream: trio.abc.Stream, kind: str, identity: Identity, options: LinkOptions = NO_OPTIONS
+) -> AsyncIterator[Channel]:
+    """`dial`, over a stream that is connected already."""
     async with open_flat_nursery() as nursery:
-        connection = Connection(_secure(stream), client=True)
+        connection = Connection(stream, client=True)
         nursery.start_soon(connection.run)
         async with connection.open_channel(kind) as channel:
             channel.welcome = await greet(channel, identity, options.parameters)
@@ -63,21 +72,27 @@ async def listen(
         (listener,) = await trio.open_tcp_listeners(address.port, host=address.host)
     except OSError as error:
         raise LinkBroken(f"cannot listen on {address}: {error}") from error
-    served = _Listener(handler, identity, traffic)
+    server = Server(handler, identity, traffic)
+
+    async def serve(stream: trio.SocketStream) -> None:
+        _tune(stream)
+        await server.serve(_secure(stream))
+
     async with open_flat_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, served.serve, [listener])
+        await nursery.start(trio.serve_listeners, serve, [listener])
         task_status.started(Address(address.host, listener.socket.getsockname()[1]))
 
 
-class _Listener:
-    def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic | None) -> None:
+class Server:
+    """The listener's side of every connection, over whatever stream."""
+
+    def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic | None = None) -> None:
         self._handler = handler
         self._identity = identity
         self._traffic = traffic
 
-    async def serve(self, stream: trio.SocketStream) -> None:
-        """One connection; nothing that happens on it may end the listener."""
-        _tune(stream)
+    async def serve(self, stream: trio.abc.Stream) -> None:
+        """One connection, until it ends; nothing that happens on it raises here."""
         opened = trio.Event()
 
         async with open_flat_nursery() as nursery:
@@ -86,7 +101,7 @@ class _Listener:
                 opened.set()
                 nursery.start_soon(self._serve_channel, connection, channel)
 
-            connection = Connection(_secure(stream), client=False, on_open=on_open)
+            connection = Connection(stream, client=False, on_open=on_open)
             nursery.start_soon(_close_unless, opened, connection)
             await connection.run()
             opened.set()

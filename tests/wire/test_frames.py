@@ -218,7 +218,7 @@ def test_bodies_are_bounded() -> None:
     with pytest.raises(ProtocolError, match="nests deeper"):
         unpack_body(msgpack.packb(nested(limits.MAX_BODY_DEPTH + 1)))
     for data in (
-        msgpack.packb([1]), b"\xc1", b"\x81\xa1a", msgpack.packb({1: 2}), msgpack.packb({b"a": 2}), 
+        msgpack.packb([1]), b"\xc1", b"\x81\xa1a", msgpack.packb({1: 2}), msgpack.packb({b"a": 2}),
         b"\x81\xa1a\xd4\x05\x00",
         b"\xdf\xff\xff\xff\xff", b"\x81\xa1a" + b"\x91" * 2000 + b"\x01", bytes(limits.MAX_MAP_BODY_BYTES + 1),
         b"\x81\xa1a\xd6\xff\x00\x00\x00\x00",
