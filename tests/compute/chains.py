@@ -1,0 +1,144 @@
+"""Drive stages in one process as a ring would: activations go from engine to engine, tokens come back."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.compute.spec import StageSpec
+from swarmnode.ids import SessionId
+from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from swarmnode.ring.work import Engine, Work, WorkResult
+
+GREEDY = Sampling(temperature=0.0)
+NEAR_TIE = 1e-4
+"""A first difference is excused only where the reference's two best logits are closer than this."""
+
+
+def even_cuts(layers: int, stages: int) -> list[int]:
+    return [layers * i // stages for i in range(stages + 1)]
+
+
+def as_servable(checkpoint: Path, target: Path) -> tuple[Path, tuple[Path, ...]]:
+    """A folder as stages expect it; the checkpoint's own weight files serve as shards."""
+    (target / "tokenizer").mkdir(parents=True)
+    shutil.copy(checkpoint / "config.json", target / "tokenizer")
+    return target, tuple(sorted(checkpoint.glob("*.safetensors")))
+
+
+def stage_specs(checkpoint: Path, target: Path, layers: int, cuts: Sequence[int], **settings: Any) -> list[StageSpec]:
+    folder, files = as_servable(checkpoint, target)
+    return [
+        StageSpec(folder, files, begin, end, layers, begin == 0, end == layers, **settings)
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+    ]
+
+
+class Chain:
+    """Engines in ring order; remembers nothing that a head would not."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = list(engines)
+        self.positions: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
+
+    def prefill(self, session: int, prompt: Sequence[int], piece: int, sampling: Sampling = GREEDY) -> int:
+        """Run a whole prompt in pieces; returns its first token."""
+        token = None
+        for pos in range(0, len(prompt), piece):
+            ids = tuple(prompt[pos : pos + piece])
+            last = pos + piece >= len(prompt)
+            work = PieceWork(SessionId(session), pos, ids, last, sampling=sampling if pos == 0 else None)
+            result = self._round(work)
+            assert len(result.tokens) == (1 if last else 0)
+            token = result.tokens[0] if last else None
+        assert token is not None
+        self.positions[session], self.tokens[session] = len(prompt), token
+        return token
+
+    def step(self, *sessions: int) -> list[int]:
+        """One decode position of each session, as one group."""
+        rows = tuple(DecodeRow(SessionId(s), self.positions[s], self.tokens[s]) for s in sessions)
+        tokens = self._round(GroupWork(rows)).tokens
+        for session, token in zip(sessions, tokens, strict=True):
+            self.positions[session] += 1
+            self.tokens[session] = token
+        return list(tokens)
+
+    def free(self, session: int) -> None:
+        for engine in self.engines:
+            engine.free(SessionId(session))
+
+    def reply(self, session: int, prompt: Sequence[int], n: int, piece: int, sampling: Sampling = GREEDY) -> list[int]:
+        """`n` tokens after a prompt, the session then freed."""
+        tokens = [self.prefill(session, prompt, piece, sampling)]
+        while len(tokens) < n:
+            tokens += self.step(session)
+        self.free(session)
+        return tokens
+
+    def _round(self, work: Work) -> WorkResult:
+        result = self.engines[0].run(work)
+        for engine in self.engines[1:]:
+            result = engine.run(onward(work, result))
+        return result
+
+
+def onward(work: Work, result: WorkResult) -> Work:
+    """The work of the next stage."""
+    if isinstance(work, PieceWork):
+        return PieceWork(work.session, work.pos, work.ids, work.last, result.hidden, work.sampling)
+    return GroupWork(tuple(DecodeRow(row.session, row.pos) for row in work.rows), result.hidden)
+
+
+@dataclass(slots=True)
+class Parity:
+    """Counts compared tokens and excused near ties."""
+
+    tokens: int = 0
+    excused: int = 0
+
+    def check(self, ours: Sequence[int], reference: Reference) -> None:
+        self.tokens += len(ours)
+        for index, (mine, theirs) in enumerate(zip(ours, reference.tokens, strict=True)):
+            if mine != theirs:
+                assert reference.gaps[index] < NEAR_TIE, f"token {index}: {mine}, transformers says {theirs}"
+                self.excused += 1
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What transformers' own generate gave, with the distance of the two best logits at every token."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+def generate(model: Any, prompt: Sequence[int], n: int) -> Reference:
+    import torch
+
+    out = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+        max_new_tokens=n,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = [logits[0].topk(2).values for logits in out.logits]
+    return Reference(out.sequences[0, len(prompt) :].tolist(), [float(pair[0] - pair[1]) for pair in best])
+
+
+def prompt_of(length: int, seed: int = 0, vocab: Mapping[str, int] | int = 384) -> list[int]:
+    """Spread ids, none of them special."""
+    size = vocab if isinstance(vocab, int) else len(vocab)
+    return [3 + (i * 37 + seed * 101 + i * i * 7) % (size - 3) for i in range(length)]
