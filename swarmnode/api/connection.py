@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("swarmnode.api.http")
 
 RECEIVE_BYTES = 1 << 16
+READ_AHEAD = 4
+"""Receives that may wait for the protocol: enough that the end behind some pipelined requests is seen."""
 MAX_HEADER_BYTES = 1 << 16
 """Request line and headers: browsers send up to some 10 KiB of cookies on localhost, which all its ports share."""
 REFUSE_HTTP2 = b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -91,19 +93,25 @@ class Connection:
         )
 
     async def _read(self) -> None:
-        data: Any = None
-        while data != b"":
+        """Receive in a task of its own: the protocol waits on pipelined bytes until the running request is over."""
+        sink, source = trio.open_memory_channel[bytes](READ_AHEAD)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._receive, sink)
             try:
-                data = bytes(await self._stream.receive_some(RECEIVE_BYTES))
-            except (trio.ClosedResourceError, trio.BrokenResourceError):
-                break
-            try:
-                await self._protocol.handle(RawData(data))
+                async for data in source:
+                    await self._protocol.handle(RawData(data))
+                await self._protocol.handle(RawData(b""))
             except (H2ProtocolAssumedError, H2CProtocolRequiredError):
                 await self._write(REFUSE_HTTP2)
-                break
+            nursery.cancel_scope.cancel()
         await self._protocol.handle(Closed())
         await self._idle.stop()
+
+    async def _receive(self, sink: trio.MemorySendChannel[bytes]) -> None:
+        with sink, suppress(trio.ClosedResourceError, trio.BrokenResourceError):
+            while data := await self._stream.receive_some(RECEIVE_BYTES):
+                await sink.send(bytes(data))
+        await self._protocol.handle(Closed())
 
     async def _send(self, event: Event) -> None:
         if isinstance(event, RawData):

@@ -57,6 +57,19 @@ async def test_a_reset_is_leaving_too(gateway: Any, body: Any, until: Any) -> No
     await until(lambda: gateway.backend.cancelled == 1)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_behind_pipelined_bytes(gateway: Any, body: Any, until: Any, stream: bool) -> None:
+    """The protocol does not take the next request before this one is over, but the end is seen all the same."""
+    gateway.backend.replay = Replay(prefill_s=None)
+    raw = await gateway.raw()
+    await raw.post(CHAT, body(stream=stream))
+    await raw.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: gateway.backend.phase == "prefill")
+    await trio.aclose_forcefully(raw.stream)
+    await until(lambda: gateway.backend.open == 0)
+    assert gateway.backend.cancelled == 1
+
+
 async def test_leaving_during_the_body_opens_nothing(gateway: Any, until: Any) -> None:
     raw = await gateway.raw()
     await raw.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode() + b"{")
