@@ -1,0 +1,38 @@
+# Every target sets up what it needs: a virtual environment in .venv with the project and its dependencies.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: demo test lint bench soak clean
+
+demo: $(STAMP)
+	$(BIN)/swarmnode demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.wire
+	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.load_memory
+	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 0
+	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 20
+	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 60
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[peer,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

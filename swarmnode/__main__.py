@@ -1,0 +1,5 @@
+"""`python -m swarmnode`."""
+
+from swarmnode.cli import main
+
+main()

@@ -1,0 +1,43 @@
+"""What commands print: rich for people on stdout, one JSON object with --json, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmnode.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import Console
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that respects NO_COLOR and a stdout that is no terminal."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def print_json(value: Mapping[str, Any] | list[Any]) -> None:
+    """One line of JSON, flushed: scripts read these as they come."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like 6G, 512M or 1.5GiB (binary units); raises InvalidRequest that names the rule."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in SIZE_UNITS else ""
+    try:
+        size = float(number.removesuffix(unit)) * SIZE_UNITS[unit]
+    except ValueError:
+        size = -1.0
+    if not 0 < size < 1 << 60:
+        raise InvalidRequest(f"size {text!r} is not understood: write a number with K, M, G or T, like 6G or 512M")
+    return int(size)

@@ -1,0 +1,153 @@
+"""`swarmnode up` and the hidden `swarmnode worker`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmnode.cli.output import JsonFlag, console, parse_size, print_json
+from swarmnode.errors import InvalidRequest
+from swarmnode.ids import parse_node_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+ROLES = ("coordinator", "peer")
+COORDINATOR_SWARM = "127.0.0.1:7700"
+PEER_SWARM = "127.0.0.1:0"
+API_LISTEN = "127.0.0.1:7701"
+MEMORY_SHARE = 0.8
+"""Of the memory available at start, what a peer offers unless --memory says otherwise."""
+
+UP_HELP = """Run this machine's node until Ctrl-C.
+
+Examples:
+
+    swarmnode up --role coordinator
+
+    swarmnode up --role peer --join 127.0.0.1:7700
+
+    swarmnode up --role coordinator --role peer --memory 6G
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("up", help=UP_HELP)(up)
+    app.command("worker", hidden=True)(worker)
+
+
+def up(
+    role: Annotated[list[str], typer.Option("--role", help="coordinator or peer; give it twice to be both.")],
+    join: Annotated[
+        str | None, typer.Option("--join", help="A peer's coordinator: HOST:PORT of its swarm port.")
+    ] = None,
+    swarm_listen: Annotated[
+        str | None,
+        typer.Option("--swarm-listen", help=f"HOST:PORT other nodes dial. [{COORDINATOR_SWARM}; peers: any port]"),
+    ] = None,
+    api_listen: Annotated[
+        str | None, typer.Option("--api-listen", help=f"HOST:PORT of the OpenAI endpoint. [{API_LISTEN}]")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", help="Identity, models and state; one per node. [SWARM_DATA_DIR]")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What people call this node. [host name]")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads of a stage; 0: all cores.")] = 0,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="What a stage may take, like 6G. [80 % of what is available]")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    import trio
+
+    from swarmnode.node import NodeOptions, run_node
+    from swarmnode.roles.context import PeerResources
+    from swarmnode.wire.address import parse_address
+
+    for given in role:
+        if given not in ROLES:
+            raise InvalidRequest(f"--role {given!r} is not one of {', '.join(ROLES)}")
+    coordinator = "coordinator" in role
+    listen_api = api_listen or (API_LISTEN if coordinator else None)
+    options = NodeOptions(
+        roles=tuple(r for r in ROLES if r in role),
+        swarm_listen=parse_address(swarm_listen or (COORDINATOR_SWARM if coordinator else PEER_SWARM)),
+        api_listen=parse_address(listen_api) if listen_api else None,
+        join=parse_address(join) if join else None,
+        data_dir=data_dir,
+        name=_checked_name(name),
+        resources=PeerResources(parse_size(memory) if memory else available_memory_bytes(), device, threads),
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    trio.run(run_node, options, _reporter(json_output=json_output))
+
+
+def worker(parent: Annotated[int, typer.Option("--parent")]) -> None:
+    """Hold one stage for the node that started this process."""
+    from swarmnode.compute.worker import main
+
+    main(parent)
+
+
+def available_memory_bytes() -> int:
+    """The offer of a peer that was not told: a share of what the kernel, and a cgroup where there is one, leaves."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) << 10
+    except OSError:
+        pass
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, int(limit) - used) if limit.isdigit() else available
+    except (OSError, ValueError):
+        pass
+    return int(max(available, 0) * MEMORY_SHARE)
+
+
+def _checked_name(name: str | None) -> str | None:
+    try:
+        return parse_node_name(name) if name is not None else None
+    except ValueError as error:
+        raise InvalidRequest(f"--name: {error}") from error
+
+
+def _reporter(*, json_output: bool) -> Callable[[str, Mapping[str, object]], None]:
+    if json_output:
+        return lambda event, values: print_json({"event": event, **values})
+    screen = console()
+
+    def report(event: str, values: Mapping[str, object]) -> None:
+        screen.print(_sentence(event, values), markup=False, soft_wrap=True)
+
+    return report
+
+
+def _sentence(event: str, values: Mapping[str, object]) -> str:
+    match event:
+        case "ready":
+            lines = [f"{values['name']} is up; swarm port {values['swarm']}"]
+            if values.get("api"):
+                lines.append(f"OpenAI endpoint {values['api']}/v1")
+                lines.append(f"add a peer on this machine: swarmnode up --role peer --join {values['swarm']}")
+            return "\n".join(lines)
+        case "joined":
+            return f"joined the coordinator at {values['coordinator']}"
+        case "coordinator_lost":
+            return f"no coordinator at {values['address']}: {values['reason']}; trying again"
+        case "peer_joined":
+            return f"{values['name']} joined"
+        case "peer_left":
+            return f"{values['name']} left"
+        case "ring_over":
+            why = f": {values['error']}" if values.get("error") else ""
+            return f"{values['model']} is no longer loaded{why}"
+        case _:
+            return f"{event} " + ", ".join(f"{key}={value}" for key, value in values.items())
