@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,16 +58,24 @@ def import_model(
     FetchFailed.
     """
     chosen = _model_id(source, model_id)
-    root.mkdir(parents=True, exist_ok=True)
     workspace = Workspace(root, chosen)
-    if not replace:
-        workspace.refuse_existing()
-    with workspace.opened(), full_disk_as_no_space(f"importing {chosen}"):
+    with _file_errors(chosen), full_disk_as_no_space(f"importing {chosen}"), workspace.opened():
+        if not replace:
+            workspace.refuse_existing()
         found = _find(source, workspace.scratch, report)
         checkpoint = read_checkpoint(found.folder)
         manifest = _export(checkpoint, workspace.model, chosen, found.base, stages, report)
         workspace.publish(replace=replace)
     return manifest
+
+
+@contextmanager
+def _file_errors(model_id: ModelId) -> Iterator[None]:
+    """Map what the file system refuses (rights, a read-only disk) to an answer that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequest(f"importing {model_id}: {error.strerror}: {error.filename}") from error
 
 
 def suggested_id(source: str) -> str:

@@ -62,8 +62,11 @@ def cut(checkpoint: Checkpoint, boundaries: Sequence[int]) -> tuple[Shard, ...]:
 
 
 def write_shard(shard: Shard, root: Path, advance: Advance) -> FileEntry:
-    """Write a shard as a safetensors file under `root`; wider dtypes first, so that every tensor stays aligned."""
-    ordered = sorted(shard.tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].entry.dtype])
+    """Write a shard as a safetensors file under `root`.
+
+    Wider dtypes first, so that every tensor stays aligned, then by name, so that the same weights give the same bytes.
+    """
+    ordered = sorted(shard.tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1].entry.dtype], item[0]))
     header = encode_header((name, tensor.entry.dtype, tensor.entry.shape) for name, tensor in ordered)
 
     def chunks() -> Iterator[bytes]:

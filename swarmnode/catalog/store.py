@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
 from swarmnode.catalog.disk import check_space, full_disk_as_no_space
@@ -20,7 +20,7 @@ from swarmnode.errors import Conflict, FetchFailed
 from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -171,7 +171,7 @@ class PartialFile:
 def _open_locked(path: Path, entry: FileEntry) -> IO[bytes]:
     """Open and lock a partial file; Conflict while somebody else owns it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with full_disk_as_no_space(f"fetching {entry.path}"):
+    with _as_fetch_failed(entry), full_disk_as_no_space(f"fetching {entry.path}"):
         # Unbuffered: what `write` took is on the disk's side when the process dies, and a full disk shows at once.
         file = os.fdopen(os.open(path, flags, 0o644), "r+b", buffering=0)
     try:
@@ -188,6 +188,15 @@ def _open_locked(path: Path, entry: FileEntry) -> IO[bytes]:
 def _digest(entries: list[FileEntry]) -> str:
     lines = "".join(f"{entry.sha256} {entry.path}\n" for entry in entries)
     return hashlib.sha256(lines.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+@contextmanager
+def _as_fetch_failed(entry: FileEntry) -> Iterator[None]:
+    """Map what the file system refuses (rights, a link in the way) to FetchFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise FetchFailed(f"{entry.path}: cannot be stored: {error.strerror} ({error.filename})") from error
 
 
 def _plain_size(path: Path) -> int | None:
