@@ -64,7 +64,7 @@ class DirectChannel(Channel):
                 raise type(self._broken)(self._broken.message)
             else:
                 await self._arrived.wait()
-        return self._frames.popleft()
+        return self._unless_refused(self._frames.popleft())
 
     async def aclose(self) -> None:
         session = self._connection.session

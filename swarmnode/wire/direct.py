@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.errors import LinkBroken
 from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.connection import Connection, DirectChannel
 from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, TCP_USER_TIMEOUT_S
-from swarmnode.wire.handshake import answer, greet
+from swarmnode.wire.handshake import greet
 from swarmnode.wire.link import CHANNEL_KINDS, NO_OPTIONS
 from swarmnode.wire.nursery import open_flat_nursery
-from swarmnode.wire.traffic import Route, Traffic
+from swarmnode.wire.serving import Service, count
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from swarmnode.wire.link import Channel, ChannelHandler, Identity, LinkOptions, Parameters
+    from swarmnode.wire.link import Channel, ChannelHandler, Identity, LinkOptions
+    from swarmnode.wire.traffic import Traffic
 
 NOTSENT_LOWAT_BYTES = 128 << 10
 """More than this unsent in the kernel and a small frame would wait behind it where we cannot take turns."""
-
-_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -52,7 +50,7 @@ async def dial_over(
         nursery.start_soon(connection.run)
         async with connection.open_channel(kind) as channel:
             channel.welcome = await greet(channel, identity, options.parameters)
-            _count(channel, channel.welcome.identity, options.parameters, options.traffic)
+            count(channel, channel.welcome.identity, options.parameters, options.traffic)
             yield channel
         await connection.aclose()
         nursery.cancel_scope.cancel()
@@ -87,9 +85,7 @@ class Server:
     """The listener's side of every connection, over whatever stream."""
 
     def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic | None = None) -> None:
-        self._handler = handler
-        self._identity = identity
-        self._traffic = traffic
+        self._service = Service(handler, identity, traffic)
 
     async def serve(self, stream: trio.abc.Stream) -> None:
         """One connection, until it ends; nothing that happens on it raises here."""
@@ -99,27 +95,16 @@ class Server:
 
             def on_open(channel: DirectChannel) -> None:
                 opened.set()
-                nursery.start_soon(self._serve_channel, connection, channel)
+                if channel.kind in CHANNEL_KINDS:
+                    connection.accept(channel)
+                    nursery.start_soon(self._service.serve, channel)
+                else:
+                    connection.refuse(channel, 404)
 
             connection = Connection(stream, client=False, on_open=on_open)
             nursery.start_soon(_close_unless, opened, connection)
             await connection.run()
             opened.set()
-
-    async def _serve_channel(self, connection: Connection, channel: DirectChannel) -> None:
-        if channel.kind not in CHANNEL_KINDS:
-            connection.refuse(channel, 404)
-            return
-        connection.accept(channel)
-        try:
-            async with channel:
-                hello = await answer(channel, self._identity)
-                _count(channel, hello.identity, hello.parameters, self._traffic)
-                await self._handler(channel.kind, hello, channel)
-        except SwarmError as error:
-            _log.info("a %s channel ended: %s", channel.kind, error)
-        except Exception:
-            _log.exception("a %s channel ended by a bug; the listener goes on", channel.kind)
 
 
 async def _close_unless(opened: trio.Event, connection: Connection) -> None:
@@ -127,15 +112,6 @@ async def _close_unless(opened: trio.Event, connection: Connection) -> None:
         await opened.wait()
     if scope.cancelled_caught:
         await connection.aclose()
-
-
-def _count(channel: Channel, peer: Identity, parameters: Parameters, traffic: Traffic | None) -> None:
-    if traffic is None:
-        return
-    route = Route(channel.kind, peer.node, parameters.ring or "", parameters.lane or "")
-    counts = traffic.counts(route)
-    counts.add(channel.counts)
-    channel.counts = counts
 
 
 async def _connect(address: Address) -> trio.SocketStream:

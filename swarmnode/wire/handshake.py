@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from swarmnode.errors import MAX_MESSAGE_CHARS, LinkBroken, ProtocolError, SwarmError, from_wire
+from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.wire.deadlines import HELLO_S
 from swarmnode.wire.frames import Frame
@@ -20,8 +20,6 @@ async def greet(channel: Channel, identity: Identity, parameters: Parameters) ->
     """The dialer's part. Raises LinkBroken when no answer came in time, or the error it was refused with."""
     await channel.send(_hello_frame(identity, parameters))
     answer = await _first_frame(channel, "WELCOME")
-    if answer.kind == "refuse":
-        raise from_wire(answer.header["code"], answer.header["message"])
     if answer.kind != "welcome":
         raise ProtocolError(f"the peer answered hello with {answer.kind}")
     header = answer.header
@@ -31,29 +29,16 @@ async def greet(channel: Channel, identity: Identity, parameters: Parameters) ->
 
 
 async def answer(channel: Channel, identity: Identity) -> Hello:
-    """The listener's part. A hello that cannot be met is refused with the reason, which is raised here as well."""
-    try:
-        first = await _first_frame(channel, "HELLO")
-        if first.kind != "hello":
-            raise ProtocolError(f"the first frame of a channel is {first.kind}; it must be hello")
-        theirs = _range_of(first.header)
-        chosen = choose_protocol(identity.protocol, theirs)
-    except ProtocolError as error:
-        await refuse(channel, error)
-        raise
+    """The listener's part. Raises ProtocolError for a hello that cannot be met, LinkBroken where none came in time."""
+    first = await _first_frame(channel, "HELLO")
+    if first.kind != "hello":
+        raise ProtocolError(f"the first frame of a channel is {first.kind}; it must be hello")
+    theirs = _range_of(first.header)
+    chosen = choose_protocol(identity.protocol, theirs)
     about = {"caps": list(identity.capabilities), "term": identity.term}
     header = {"protocol": chosen, "node": identity.node, "boot": identity.boot, "name": identity.name, **about}
     await channel.send(Frame("welcome", header))
     return Hello(_identity(first.header, protocol=theirs), _parameters(first.header))
-
-
-async def refuse(channel: Channel, error: SwarmError) -> None:
-    """Tell the other end why, and end the channel."""
-    try:
-        await channel.send(Frame("refuse", {"code": error.code, "message": error.message[:MAX_MESSAGE_CHARS]}))
-        await channel.aclose()
-    except LinkBroken:
-        channel.abort()
 
 
 def choose_protocol(ours: tuple[int, int], theirs: tuple[int, int]) -> int:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import trio
 
+from swarmnode.errors import from_wire
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
@@ -91,7 +93,8 @@ class Channel(ABC):
 
     @abstractmethod
     async def receive(self) -> Frame:
-        """The next frame. Raises trio.EndOfChannel after a clean end, LinkBroken, ProtocolError."""
+        """The next frame. Raises trio.EndOfChannel after a clean end, LinkBroken, ProtocolError, or the error the
+        other side ended the channel with (a handler that raises SwarmError, a refused hello)."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -100,6 +103,12 @@ class Channel(ABC):
     @abstractmethod
     def abort(self) -> None:
         """End the channel at once; what is queued is lost and the other side gets LinkBroken."""
+
+    @staticmethod
+    def _unless_refused(frame: Frame) -> Frame:
+        if frame.kind == "refuse":
+            raise from_wire(frame.header["code"], frame.header["message"])
+        return frame
 
     async def __aenter__(self) -> Self:
         return self
@@ -124,7 +133,8 @@ class Channel(ABC):
 
 if TYPE_CHECKING:
     ChannelHandler = Callable[[str, Hello, Channel], Awaitable[None]]
-    """Serves one channel: (channel kind, hello, channel). Returning ends the channel in good order."""
+    """Serves one channel: (channel kind, hello, channel). Returning ends the channel in good order;
+    a SwarmError ends it and is raised at the other side, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,22 +13,22 @@ from swarmnode.errors import LinkBroken, Overloaded, SwarmError
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import LENGTH_BYTES, decode, encode_bytes
-from swarmnode.wire.handshake import answer, greet
+from swarmnode.wire.handshake import greet
 from swarmnode.wire.link import CHANNEL_KINDS, NO_OPTIONS, Channel
 from swarmnode.wire.nursery import open_flat_nursery
-from swarmnode.wire.traffic import Counts, Route, Traffic
+from swarmnode.wire.serving import Service, count
+from swarmnode.wire.traffic import Counts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from swarmnode.wire.frames import Frame
-    from swarmnode.wire.link import ChannelHandler, Hello, Identity, LinkOptions, Parameters
+    from swarmnode.wire.link import ChannelHandler, Identity, LinkOptions
+    from swarmnode.wire.traffic import Traffic
 
 _FIRST_FREE_PORT = 40_000
 _QUEUE_BYTES = limits.SEND_QUEUE_BYTES + limits.STREAM_WINDOW_BYTES
 """What a real link holds between its ends when nobody receives."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -88,7 +87,7 @@ class MemoryChannel(Channel):
         self._in.queued -= len(item)
         self._in.notify()
         self.counts.took(len(item))
-        return decode(memoryview(item)[LENGTH_BYTES:])
+        return self._unless_refused(decode(memoryview(item)[LENGTH_BYTES:]))
 
     async def aclose(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -138,20 +137,12 @@ def memory_pair(kind: str = "steps", latency_s: float = 0.0) -> tuple[MemoryChan
     return one, other
 
 
-@dataclass(frozen=True, slots=True)
-class _Listening:
-    handler: ChannelHandler
-    identity: Identity
-    traffic: Traffic | None
-    nursery: trio.Nursery
-
-
 class MemoryNetwork:
     """A transport (see `link.Transport`) that joins nodes of one process."""
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
-        self._listening: dict[Address, _Listening] = {}
+        self._listening: dict[Address, tuple[Service, trio.Nursery]] = {}
         self._next_port = _FIRST_FREE_PORT
 
     @asynccontextmanager
@@ -163,14 +154,14 @@ class MemoryNetwork:
         options: LinkOptions = NO_OPTIONS,
     ) -> AsyncIterator[Channel]:
         await trio.sleep(2 * self.latency_s)
-        listening = self._listening.get(address)
-        if listening is None or kind not in CHANNEL_KINDS:
+        if address not in self._listening or kind not in CHANNEL_KINDS:
             raise LinkBroken(f"cannot connect to {address}: nobody serves {kind} channels there")
         channel, theirs = memory_pair(kind, self.latency_s)
-        listening.nursery.start_soon(_serve, listening, theirs)
+        service, nursery = self._listening[address]
+        nursery.start_soon(service.serve, theirs)
         async with channel:
             channel.welcome = await greet(channel, identity, options.parameters)
-            _count(channel, channel.welcome.identity, options.parameters, options.traffic)
+            count(channel, channel.welcome.identity, options.parameters, options.traffic)
             yield channel
 
     async def listen(
@@ -184,7 +175,7 @@ class MemoryNetwork:
     ) -> None:
         address = self._bind(address)
         async with open_flat_nursery() as nursery:
-            self._listening[address] = _Listening(handler, identity, traffic, nursery)
+            self._listening[address] = Service(handler, identity, traffic), nursery
             try:
                 task_status.started(address)
                 await trio.sleep_forever()
@@ -198,21 +189,3 @@ class MemoryNetwork:
         if address in self._listening:
             raise LinkBroken(f"cannot listen on {address}: it is in use")
         return address
-
-
-async def _serve(listening: _Listening, channel: MemoryChannel) -> None:
-    try:
-        async with channel:
-            hello: Hello = await answer(channel, listening.identity)
-            _count(channel, hello.identity, hello.parameters, listening.traffic)
-            await listening.handler(channel.kind, hello, channel)
-    except SwarmError as error:
-        _log.info("a %s channel ended: %s", channel.kind, error)
-
-
-def _count(channel: Channel, peer: Identity, parameters: Parameters, traffic: Traffic | None) -> None:
-    if traffic is None:
-        return
-    counts = traffic.counts(Route(channel.kind, peer.node, parameters.ring or "", parameters.lane or ""))
-    counts.add(channel.counts)
-    channel.counts = counts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import h2.config
 import h2.connection
@@ -19,6 +19,9 @@ from swarmnode.wire import h2_session as h2s
 from swarmnode.wire import limits
 from swarmnode.wire.flood import Flood
 from swarmnode.wire.h2_session import H2Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -287,7 +290,7 @@ def test_floods_end_the_connection_with_little_sent(flood: Callable[[h2.connecti
             server.receive_data(flood(client), 1.0)
             answered += len(server.data_to_send())
 
-    with pytest.raises(ProtocolError, match="too many|Too many"):
+    with pytest.raises(ProtocolError, match=r"[Tt]oo many"):
         attack()
     assert server.closed
     assert isinstance(parsed(server.data_to_send())[-1], hf.GoAwayFrame)
