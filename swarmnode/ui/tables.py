@@ -1,0 +1,169 @@
+"""Tables of the CLI as pure functions: the API's JSON in, something rich can print out.
+
+Every text from the API is shown literally (no markup), and what an older or newer coordinator leaves out is a dash.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from swarmnode.ui import quantities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+
+STATE_STYLES = {
+    "ready": "green",
+    "alive": "green",
+    "available": "",
+    "loading": "yellow",
+    "unloading": "yellow",
+    "suspect": "yellow",
+    "lost": "red",
+    "failed": "red",
+    "dead": "red",
+}
+NO_MODELS = "no models yet; import one with `swarmnode model-import SOURCE`"
+NO_RINGS = "no model is loaded; load one with `swarmnode model-load ID`"
+
+
+def models_table(answer: Mapping[str, Any]) -> RenderableType:
+    """`GET /api/v1/models`."""
+    models = answer.get("models") or []
+    if not models:
+        return Text(NO_MODELS)
+    table = _table("MODEL", "STATE", "PARAMETERS", ">LAYERS", ">SHARDS", "DTYPE", ">SIZE", ">CONTEXT")
+    for model in sorted(models, key=lambda model: str(model.get("id"))):
+        table.add_row(
+            _text(model.get("id")),
+            _state(model.get("state")),
+            quantities.parameters(model.get("parameters")),
+            quantities.count(model.get("layers")),
+            quantities.count(model.get("num_stages")),
+            _text(model.get("dtype")),
+            quantities.size(model.get("size_bytes")),
+            quantities.count(model.get("context_tokens")),
+        )
+    return table
+
+
+def ps_view(answer: Mapping[str, Any]) -> RenderableType:
+    """`GET /api/v1/nodes`: the nodes, then every ring with its stages."""
+    rings = answer.get("rings") or []
+    parts: list[RenderableType] = [_nodes_table(answer)]
+    for ring in rings:
+        parts += [Text(), status_view(ring)]
+    if not rings:
+        parts += [Text(), Text(NO_RINGS)]
+    return Group(*parts)
+
+
+def status_view(status: Mapping[str, Any]) -> RenderableType:
+    """`GET /api/v1/models/{id}/status`, or one ring of `ps`: a head line, the stages, which layers are missing."""
+    parts: list[RenderableType] = [_headline(status)]
+    stages = status.get("stages") or []
+    if stages:
+        parts.append(_stages_table(stages))
+        if status.get("state") != "ready":
+            parts.append(_coverage(stages))
+    error = status.get("error")
+    if error:
+        parts.append(Text(f"{error.get('code')}: {error.get('message')}", style="red"))
+    return Group(*parts)
+
+
+def _nodes_table(answer: Mapping[str, Any]) -> Table:
+    table = _table("NODE", "ROLES", "STATE", "ADDRESS", "DEVICE", ">THREADS", ">MEMORY", ">STAGES", ">SILENT")
+    coordinator = answer.get("coordinator")
+    nodes = [*([coordinator] if coordinator else []), *(answer.get("peers") or [])]
+    for node in nodes:
+        stages = node.get("stages")
+        silence_s = node.get("silence_s")
+        table.add_row(
+            _text(node.get("name") or node.get("node")),
+            _text("+".join(node.get("roles") or []) or None),
+            _state(node.get("state")),
+            _text(node.get("address")),
+            _text(node.get("device")),
+            quantities.count(node.get("threads")),
+            quantities.size(node.get("memory_bytes")),
+            "-" if stages is None else str(len(stages)),
+            "-" if silence_s is None else f"{silence_s:.1f} s",
+        )
+    return table
+
+
+def _headline(status: Mapping[str, Any]) -> Text:
+    line = Text(str(status.get("id", "-")), style="bold")
+    line.append(" ")
+    line.append_text(_state(status.get("state")))
+    kv, reserved = status.get("kv_tokens"), status.get("kv_reserved_tokens")
+    facts = quantities.listed(
+        [
+            str(status.get("dtype") or ""),
+            quantities.plural(status["requests"], "request") if "requests" in status else "",
+            f"{status['running']} running, {status['waiting']} waiting" if {"running", "waiting"} <= {*status} else "",
+            "" if kv is None else f"KV {quantities.count(reserved or 0)} of {quantities.count(kv)} tokens reserved",
+            f"context {quantities.count(status['context_tokens'])}" if status.get("context_tokens") else "",
+        ]
+    )
+    return line.append(f"  {facts}" if facts else "", style="not bold")
+
+
+def _stages_table(stages: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(">STAGE", "PEER", "LAYERS", "PHASE", ">WEIGHTS", ">SESSIONS", ">KV TOKENS", ">KV")
+    for stage in stages:
+        table.add_row(
+            quantities.count(stage.get("stage")),
+            _text(stage.get("peer") or stage.get("node")),
+            quantities.layers(stage.get("layers")),
+            _phase(stage),
+            quantities.size(stage.get("weight_bytes")),
+            quantities.count(stage.get("sessions")),
+            quantities.count(stage.get("kv_tokens")),
+            quantities.size(stage.get("kv_bytes")),
+        )
+    return table
+
+
+def _phase(stage: Mapping[str, Any]) -> Text:
+    phase, done, total = stage.get("phase"), stage.get("done") or 0, stage.get("total") or 0
+    text = _state(phase)
+    if phase != "ready" and total:
+        text.append(f" {100 * min(done, total) // total}%")
+    return text
+
+
+def _coverage(stages: Sequence[Mapping[str, Any]]) -> Text:
+    """One mark a layer: why a model that is not whole cannot answer."""
+    line = Text("layers ")
+    for stage in stages:
+        first, last = (stage.get("layers") or [0, -1])[:2]
+        ready = stage.get("phase") == "ready"
+        line.append(("#" if ready else ".") * (last - first + 1), style="green" if ready else "red")
+    return line
+
+
+def _table(*columns: str) -> Table:
+    """Left-aligned columns; a leading `>` aligns a column to the right."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    return table
+
+
+def _state(state: object) -> Text:
+    return Text("-" if state is None else str(state), style=STATE_STYLES.get(str(state), ""))
+
+
+def _text(value: object) -> Text:
+    """Literal: a node may call itself `[red]`, and control characters must not reach the terminal."""
+    shown = "-" if value is None else str(value)
+    return Text("".join(char if char.isprintable() else "?" for char in shown))

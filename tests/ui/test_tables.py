@@ -1,0 +1,197 @@
+"""The CLI's tables as printed: plain where the output is no terminal, literal where a name plays tricks."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from swarmnode.ui import quantities
+from swarmnode.ui.load_progress import load_lines, load_view
+from swarmnode.ui.tables import NO_MODELS, NO_RINGS, models_table, ps_view, status_view
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def shown(view: RenderableType, *, terminal: bool = False, width: int = 110, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, **options)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+STAGES = [
+    {
+        "stage": 0,
+        "peer": "pc-1",
+        "layers": [0, 14],
+        "weight_bytes": 150 << 20,
+        "phase": "ready",
+        "done": 0,
+        "total": 0,
+        "sessions": 2,
+        "kv_tokens": 1234,
+        "kv_bytes": 3 << 20,
+    },
+    {
+        "stage": 1,
+        "peer": "pc-2",
+        "layers": [15, 29],
+        "weight_bytes": 148 << 20,
+        "phase": "fetching",
+        "done": 43 << 20,
+        "total": 100 << 20,
+        "sessions": 0,
+        "kv_tokens": 0,
+        "kv_bytes": 0,
+    },
+]
+RING = {
+    "id": "smollm2-135m-instruct",
+    "state": "loading",
+    "dtype": "bfloat16",
+    "context_tokens": 2048,
+    "requests": 3,
+    "running": 2,
+    "waiting": 1,
+    "kv_reserved_tokens": 1500,
+    "kv_tokens": 8192,
+    "stages": STAGES,
+}
+NODES = {
+    "coordinator": {"node": "n0", "name": "desk", "roles": ["coordinator"], "state": "alive"},
+    "peers": [
+        {
+            "node": "n1",
+            "name": "pc-1",
+            "roles": ["peer"],
+            "state": "alive",
+            "address": "127.0.0.1:7702",
+            "silence_s": 0.42,
+            "memory_bytes": 6 << 30,
+            "device": "cpu",
+            "threads": 2,
+            "stages": [{}],
+        },
+        {"node": "n2", "name": None, "roles": [], "state": "suspect", "silence_s": 3.0},
+    ],
+    "rings": [RING],
+}
+
+
+def test_models() -> None:
+    answer = {
+        "models": [
+            {
+                "id": "smollm2-135m-instruct",
+                "state": "ready",
+                "parameters": 134_515_008,
+                "layers": 30,
+                "num_stages": 1,
+                "dtype": "float32",
+                "size_bytes": 538_060_032,
+                "context_tokens": 2048,
+            },
+            {"id": "big", "state": "available", "parameters": 14_768_307_200},
+        ]
+    }
+    lines = shown(models_table(answer)).splitlines()
+    assert [line.split() for line in lines] == [
+        ["MODEL", "STATE", "PARAMETERS", "LAYERS", "SHARDS", "DTYPE", "SIZE", "CONTEXT"],
+        [lines[1].strip()],
+        ["big", "available", "14.8B", "-", "-", "-", "-", "-"],
+        ["smollm2-135m-instruct", "ready", "135M", "30", "1", "float32", "513", "MiB", "2,048"],
+    ]
+
+
+def test_no_models() -> None:
+    assert shown(models_table({"models": []})) == NO_MODELS
+
+
+def test_ps() -> None:
+    text = shown(ps_view(NODES))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["desk", "coordinator", "alive", "-", "-", "-", "-", "-", "-"] in rows
+    assert ["pc-1", "peer", "alive", "127.0.0.1:7702", "cpu", "2", "6.0", "GiB", "1", "0.4", "s"] in rows
+    assert ["n2", "-", "suspect", "-", "-", "-", "-", "-", "3.0", "s"] in rows
+    assert ["0", "pc-1", "0-14", "ready", "150", "MiB", "2", "1,234", "3.0", "MiB"] in rows
+    assert ["1", "pc-2", "15-29", "fetching", "43%", "148", "MiB", "0", "0", "0", "B"] in rows
+    assert ["layers", "#" * 15 + "." * 15] in rows
+    assert "smollm2-135m-instruct loading  bfloat16 · 3 requests · 2 running, 1 waiting · KV 1,500 of 8,192" in text
+
+
+def test_ps_without_rings() -> None:
+    assert shown(ps_view({"coordinator": None, "peers": [], "rings": []})).splitlines()[-1] == NO_RINGS
+
+
+def test_a_ready_ring_needs_no_coverage_line() -> None:
+    ready = {**RING, "state": "ready", "stages": [{**stage, "phase": "ready"} for stage in STAGES]}
+    text = shown(status_view(ready))
+    assert "layers " not in text
+    assert "%" not in text
+
+
+def test_an_error_is_shown_in_full() -> None:
+    status = {"id": "m", "state": "lost", "error": {"code": "stage_lost", "message": "[bold]pc-2[/] went away"}}
+    assert shown(status_view(status)).splitlines() == ["m lost", "stage_lost: [bold]pc-2[/] went away"]
+
+
+def test_names_are_literal_and_cannot_move_the_cursor() -> None:
+    answer = {"peers": [{"name": "[red]x\x1b[2J", "state": "alive", "roles": ["peer"]}]}
+    text = shown(ps_view(answer), terminal=True)
+    assert "[red]x?[2J" in text
+    assert "\x1b[2J" not in text
+
+
+@pytest.mark.parametrize("view", [models_table, ps_view, status_view, load_view])
+def test_missing_keys_are_dashes_not_errors(view: Any) -> None:
+    answer = {"models": [{}], "peers": [{}], "rings": [{"stages": [{}]}], "stages": [{}]}
+    assert "-" in shown(view(answer))
+    shown(view({}))
+
+
+@pytest.mark.parametrize("options", [{"terminal": False}, {"terminal": True, "no_color": True}])
+def test_no_colours_where_none_are_wanted(options: dict[str, Any]) -> None:
+    text = shown(ps_view(NODES), **options)
+    assert "\x1b[32m" not in text
+    assert "\x1b[33m" not in text
+    assert "\x1b[32m" in shown(ps_view(NODES), terminal=True, color_system="standard")
+
+
+def test_load_lines() -> None:
+    assert load_lines(RING) == [
+        "stage 0  pc-1  layers 0-14  ready",
+        "stage 1  pc-2  layers 15-29  fetching  43% of 100 MiB",
+    ]
+    loading = {"stages": [{**STAGES[1], "phase": "loading", "done": 3, "total": 15}]}
+    assert load_lines(loading) == ["stage 1  pc-2  layers 15-29  loading  20%"]
+    assert load_lines({"id": "m", "state": "loading", "stages": []}) == ["m: loading"]
+
+
+def test_load_view_has_a_bar_a_stage() -> None:
+    lines = shown(load_view(RING)).splitlines()
+    assert len(lines) == 2
+    bars = [sum(char in "━╸╺-" for char in line) for line in lines]
+    assert bars[0] > bars[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (150 << 20, "150 MiB"), (1 << 62, "4096 PiB"), (None, "-")],
+)
+def test_sizes(value: int | None, text: str) -> None:
+    assert quantities.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(5, "5"), (1500, "2K"), (134_515_008, "135M"), (14_768_307_200, "14.8B"), (None, "-")]
+)
+def test_parameters(value: int | None, text: str) -> None:
+    assert quantities.parameters(value) == text
+
+
+def test_layer_ranges() -> None:
+    assert [quantities.layers(pair) for pair in ([0, 14], [3, 3], None, [])] == ["0-14", "3", "-", "-"]
