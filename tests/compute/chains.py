@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.spec import StageSpec
@@ -36,7 +37,7 @@ def stage_specs(checkpoint: Path, target: Path, layers: int, cuts: Sequence[int]
     folder, files = as_servable(checkpoint, target)
     return [
         StageSpec(folder, files, begin, end, layers, begin == 0, end == layers, **settings)
-        for begin, end in zip(cuts, cuts[1:], strict=False)
+        for begin, end in pairwise(cuts)
     ]
 
 

@@ -72,7 +72,7 @@ def test_joined_deltas_equal_the_full_decode(make: object, data: st.DataObject) 
     assert "".join(deltas_of(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("make", (byte_level, byte_fallback))
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @given(st.text(max_size=30))
 def test_text_comes_back_whole_and_never_as_half_characters(make: object, text: str) -> None:
     tokenizer = make()  # type: ignore[operator]

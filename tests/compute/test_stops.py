@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def longest_possible(text: str, stops: list[str]) -> int:
 
 def chunks_of(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 @given(TEXT, STOPS, st.lists(st.integers(0, 30)))

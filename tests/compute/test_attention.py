@@ -1,0 +1,60 @@
+"""The registered attention function against attention written out position by position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarmnode.compute.attention import session_attention
+from swarmnode.compute.kv_cache import SessionViews
+from swarmnode.errors import StageFailed
+
+HEAD_DIM = 8
+MODULE = torch.nn.Module()
+
+
+def slow(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """(heads, n, d) against (kv_heads, length, d), one head and one position at a time, in float64."""
+    heads, n, _ = query.shape
+    group, length = heads // keys.shape[0], keys.shape[1]
+    out = torch.empty(n, heads, HEAD_DIM, dtype=torch.float64)
+    for head in range(heads):
+        k, v = keys[head // group].double(), values[head // group].double()
+        for i in range(n):
+            last = length - n + i
+            first = 0 if window is None else max(0, last - window + 1)
+            scores = k[first : last + 1] @ query[head, i].double() * 0.3
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            out[i, head] = scores.softmax(0) @ v[first : last + 1]
+    return out
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_pieces_and_rows(heads: int, kv_heads: int, window: int | None, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    for n, lengths in [(7, [7]), (7, [20]), (1, [1]), (1, [33, 1, 6])]:
+        query = torch.randn(len(lengths), heads, n, HEAD_DIM)
+        keys = [torch.randn(1, kv_heads, length, HEAD_DIM) for length in lengths]
+        values = [torch.randn(1, kv_heads, length, HEAD_DIM) for length in lengths]
+        views = SessionViews(keys, values, {})
+        out, _ = session_attention(
+            MODULE, query, views, views, None, scaling=0.3, sliding_window=window, softcap=softcap, position_ids=1
+        )
+        assert out.shape == (len(lengths), n, heads, HEAD_DIM)
+        for i in range(len(lengths)):
+            expected = slow(query[i], keys[i][0], values[i][0], window, softcap)
+            torch.testing.assert_close(out[i].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_it_does_not_compute_is_refused() -> None:
+    x = torch.zeros(1, 1, 1, HEAD_DIM)
+    views = SessionViews([x], [x], {})
+    with pytest.raises(StageFailed, match="s_aux"):
+        session_attention(MODULE, x, views, views, None, s_aux=torch.zeros(1))
+    with pytest.raises(StageFailed, match="attention_mask"):
+        session_attention(MODULE, x, views, views, torch.zeros(1))
