@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection of the API port: hypercorn's protocol on a trio stream, with bounded writes.
 
 hypercorn's own TCPServer is not used because its send is shielded without a deadline (one client that stops reading
-keeps a server from ever ending), and because it turns `PRI` and `Upgrade: h2c` into HTTP/2.
+keeps a server from ever ending), and because it turns `PRI` and `Upgrade: h2c` into HTTP/2. A client that closes its
+sending side counts as one that leaves, whatever is still being answered.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hypercorn.events import Event
     from starlette.types import ASGIApp
 
@@ -34,6 +37,8 @@ READ_AHEAD = 4
 """Receives that may wait for the protocol: enough that the end behind some pipelined requests is seen."""
 MAX_HEADER_BYTES = 1 << 16
 """Request line and headers: browsers send up to some 10 KiB of cookies on localhost, which all its ports share."""
+PIECE_BYTES = 1 << 16
+"""What must get through within the write deadline: 64 KiB in 30 s is 2 KiB/s, slower than any line in use."""
 REFUSE_HTTP2 = b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -127,16 +132,23 @@ class Connection:
     async def _write(self, data: bytes) -> None:
         """All of `data`, or the connection ends: a part of it would corrupt what follows."""
         async with self._writing:
-            sent = False
-            with trio.move_on_after(self._write_s, shield=True):
-                try:
-                    await self._stream.send_all(data)
-                    sent = True
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    pass
-        if not sent:
-            self.abort()
-            await self._protocol.handle(Closed())
+            for piece in _pieces(data):
+                if not await self._write_piece(piece):
+                    break
+            else:
+                return
+        await self._protocol.handle(Closed())
+
+    async def _write_piece(self, piece: bytes | memoryview) -> bool:
+        """Shielded, since half a piece helps nobody; the deadline and `abort` end it."""
+        with trio.move_on_after(self._write_s, shield=True):
+            try:
+                await self._stream.send_all(piece)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return False
+            return True
+        self.abort()
+        return False
 
     async def _end(self) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
@@ -148,6 +160,13 @@ class Connection:
         with trio.move_on_after(self._config.keep_alive_timeout):
             await self._context.terminated.wait()
         self.abort()
+
+
+def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
+    if len(data) <= PIECE_BYTES:
+        return [data]
+    view = memoryview(data)
+    return [view[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
 
 
 def _set_options(sock: trio.socket.SocketType, write_s: float) -> None:

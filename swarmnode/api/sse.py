@@ -36,8 +36,8 @@ class ChunkEncoder:
         self._base = {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._usage: dict[str, None] = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
-        mark = "\0"  # json.dumps escapes it, so the split finds exactly one place
-        before, after = self._content(mark).split(json.dumps(mark).encode("ascii"))
+        mark = "\0"  # the content comes after everything the base holds, so its mark is the last
+        before, after = self._content(mark).rsplit(json.dumps(mark).encode("ascii"), 1)
         self._before, self._after = before, after
 
     def role(self) -> bytes:

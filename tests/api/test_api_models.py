@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
+import trio
 
 from swarmnode.api.backend import LoadOptions
 from swarmnode.errors import LoadRefused
@@ -106,3 +108,43 @@ async def test_archive(gateway: Any) -> None:
     reply = await gateway.client.get("/api/v1/models/replay-1/archive")
     assert (reply.content, reply.headers["content-type"]) == (b"tarball", "application/x-tar")
     assert reply.headers["content-disposition"] == 'attachment; filename="replay-1.tar"'
+
+
+async def test_a_slow_download_is_not_a_stalled_one(gateway: Any) -> None:
+    """Every piece has the write deadline for itself, so a part larger than a slow link's deadline gets through."""
+    gateway.backend.archive_parts = (bytes(12 << 20),)
+    raw = await gateway.raw()
+    raw.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    await raw.send(b"GET /api/v1/models/replay-1/archive HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    received = 0
+    with trio.fail_after(10):
+        while data := await raw.stream.receive_some(128 << 10):
+            received += len(data)
+            await trio.sleep(0.02 * len(data) / (128 << 10))
+    assert received > 12 << 20
+
+
+async def test_a_bug_in_a_listing_is_a_json_500(gateway: Any, monkeypatch: Any, caplog: Any) -> None:
+    def broken() -> Any:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(gateway.backend, "models", broken)
+    reply = await gateway.client.get("/v1/models", headers={"x-request-id": "abc", "origin": "http://page.example"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert "abc" in reply.json()["error"]["message"]
+    assert "secret" not in reply.text
+    assert (reply.headers["x-request-id"], reply.headers["access-control-allow-origin"]) == ("abc", "*")
+    assert "secret detail" in caplog.text
+
+
+async def test_an_archive_that_breaks_off_is_cut(gateway: Any, monkeypatch: Any, caplog: Any) -> None:
+    async def parts() -> Any:
+        yield b"tar"
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(gateway.backend, "_parts", parts)
+    raw = await gateway.raw()
+    await raw.send(b"GET /api/v1/models/replay-1/archive HTTP/1.1\r\nHost: x\r\n\r\n")
+    reply = await raw.reply()
+    assert (reply.status, reply.body, reply.complete) == (200, b"tar", False)
+    assert "disk gone" in caplog.text
