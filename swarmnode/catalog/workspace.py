@@ -1,14 +1,14 @@
-"""A servable under construction: a hidden folder that becomes the model in one rename, or leaves nothing."""
+"""A servable under construction: a hidden folder that becomes the model in one rename, or leaves nothing served."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from swarmnode.errors import Conflict
+from swarmnode.errors import Conflict, InvalidModel, InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,33 +18,40 @@ if TYPE_CHECKING:
 
 HIDDEN_PREFIX = "."
 """Folders beginning with it are never servables: model ids begin with a letter or digit."""
+_REFUSED = (InvalidModel, InvalidRequest)
+"""Errors after which the same download would be refused again."""
 
 
 class Workspace:
-    """The folder of one import. `model` is what will be published, `scratch` is thrown away."""
+    """The folder of one import.
+
+    `model` is what will be published; `scratch` is thrown away; `download` outlives an import that broke, so that the
+    next one under the same id goes on where it was.
+    """
 
     def __init__(self, root: Path, model_id: ModelId) -> None:
         self._root = root
         self._target = root / model_id
+        self._replaced = root / f".replaced-{model_id}"
         self._folder = root / f".importing-{model_id}"
         self.model = self._folder / "model"
         self.scratch = self._folder / "scratch"
+        self.download = self._folder / "download"
 
     def refuse_existing(self) -> None:
+        """Raise Conflict if the id is taken."""
         if os.path.lexists(self._target):
             raise Conflict(f"model {self._target.name} exists in {self._root}; choose another id or replace it")
 
     def publish(self, *, replace: bool) -> None:
         """Make the finished folder the model. With `replace` the old one goes in the moment the new one comes."""
-        old = self._root / f".replaced-{self._target.name}"
-        shutil.rmtree(old, ignore_errors=True)
         if replace and os.path.lexists(self._target):
-            self._target.rename(old)
+            self._target.rename(self._replaced)
         else:
             self.refuse_existing()
         self.model.rename(self._target)
         _sync_folder(self._root)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     @contextmanager
     def opened(self) -> Iterator[Workspace]:
@@ -53,13 +60,20 @@ class Workspace:
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             self._lock(descriptor)
-            self._clear()
+            self._restore()
+            self._clear(self.model, self.scratch)
             self.model.mkdir()
             self.scratch.mkdir()
             try:
                 yield self
+            except BaseException as error:
+                self._clear(self.model, self.scratch, *((self.download,) if isinstance(error, _REFUSED) else ()))
+                raise
+            else:
+                self._clear(self.download, self.scratch)
             finally:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                with suppress(OSError):
+                    self._folder.rmdir()  # stays while it holds a download
         finally:
             os.close(descriptor)
 
@@ -74,12 +88,17 @@ class Workspace:
         if not still_there:
             raise Conflict(busy)
 
-    def _clear(self) -> None:
-        replaced = self._root / f".replaced-{self._target.name}"
-        if replaced.exists() and not os.path.lexists(self._target):
-            replaced.rename(self._target)  # a crash between the two renames of `publish`
-        for left in (self.model, self.scratch):
-            shutil.rmtree(left, ignore_errors=True)
+    def _restore(self) -> None:
+        """Finish or undo what a crash between the renames of `publish` left."""
+        if os.path.lexists(self._target):
+            shutil.rmtree(self._replaced, ignore_errors=True)
+        elif self._replaced.exists():
+            self._replaced.rename(self._target)
+
+    @staticmethod
+    def _clear(*folders: Path) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:
