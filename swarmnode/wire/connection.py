@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from swarmnode.errors import SwarmError
     from swarmnode.wire.frames import Frame
 
-_PROTOCOL_ERROR = 0x1
 _CANCEL = 0x8
 
 
@@ -39,6 +38,8 @@ class DirectChannel(Channel):
         self._arrived = trio.Event()
         self._ended = False
         self._broken: SwarmError | None = None
+        self._unreadable: ProtocolError | None = None
+        """Nothing after a bad frame can be read, but the other side can still be told why."""
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint()
@@ -55,6 +56,8 @@ class DirectChannel(Channel):
         if self._frames or self._inbox:
             await trio.lowlevel.checkpoint()
         while not self._frames:
+            if self._unreadable is not None:
+                raise ProtocolError(self._unreadable.message)
             if self._inbox:
                 self._decode(self._inbox.popleft())
             elif self._ended:
@@ -76,10 +79,7 @@ class DirectChannel(Channel):
         self._leave("the channel was closed")
 
     def abort(self) -> None:
-        self._abort(_CANCEL)
-
-    def _abort(self, code: int) -> None:
-        self._leave("the channel was closed", code)
+        self._leave("the channel was closed", _CANCEL)
 
     @property
     def _full(self) -> bool:
@@ -98,9 +98,9 @@ class DirectChannel(Channel):
         self._connection.wake_writer()
         try:
             frames = self._decoder.feed(data.data)
-        except ProtocolError:
-            self._abort(_PROTOCOL_ERROR)
-            raise
+        except ProtocolError as error:
+            self._unreadable = error
+            return
         self.counts.bytes_in += len(data.data)
         self.counts.frames_in += len(frames)
         self._frames.extend(frames)

@@ -128,7 +128,7 @@ class H2Session:
             self._guard.inspect(memoryview(data), now)
             return self._translate(self._h2.receive_data(data), now)
         except h2.exceptions.ProtocolError as error:
-            self._closed = True
+            self.close(error.error_code)
             raise ProtocolError(f"the peer broke HTTP/2: {error}") from error
         except ProtocolError as error:
             self.close(ErrorCodes.ENHANCE_YOUR_CALM if isinstance(error, Flood) else ErrorCodes.PROTOCOL_ERROR)
@@ -244,7 +244,8 @@ class H2Session:
         """Queue GOAWAY. h2 is dead after it, so a graceful end drains the channels first."""
         if not self._closed:
             self._closed = True
-            self._h2.close_connection(code)
+            if self._h2.state_machine.state is not h2.connection.ConnectionState.CLOSED:
+                self._h2.close_connection(code)
 
     @property
     def closed(self) -> bool:
