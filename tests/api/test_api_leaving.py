@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -153,3 +155,37 @@ async def test_a_running_reply_may_finish_when_the_server_ends(gateway: Any, bod
     assert reply.body.endswith(b"data: [DONE]\n\n")
     with pytest.raises(OSError):
         await trio.open_tcp_stream("127.0.0.1", gateway.port)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_mix_of_clients_leaves_nothing_behind(gateway: Any, body: Any, until: Any, seed: int) -> None:
+    """Clients that stay, leave at any moment, reset, or never finish their request: afterwards nothing is open."""
+    random = Random(seed)
+    gateway.backend.replay = Replay(
+        texts=("x",) * 10, accept_s=0.005, queue_s=0.005, prefill_s=0.01, token_s=0.003, error_after=8
+    )
+
+    async def visit(stays: bool, stream: bool, cut: int | None, leaves_s: float) -> None:
+        raw = await gateway.raw()
+        request = json.dumps(body(stream=stream)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request)}\r\n\r\n".encode()
+        await raw.send((head + request)[:cut])
+        if stays and cut is None:
+            assert (await raw.reply()).complete
+        else:
+            await trio.sleep(leaves_s)
+        await trio.aclose_forcefully(raw.stream)
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            for _ in range(80):
+                cut = random.choice([None, None, None, random.randrange(1, 150)])
+                nursery.start_soon(visit, random.random() < 0.4, random.random() < 0.7, cut, random.uniform(0, 0.1))
+                await trio.sleep(random.uniform(0, 0.005))
+    backend = gateway.backend
+    await until(lambda: backend.open == 0)
+    assert backend.finished + backend.cancelled == len(backend.requests) > 20
+    assert backend.cancelled > 0
+    assert backend.failed == 0
+    backend.replay = Replay()
+    assert (await gateway.chat()).status_code == 200
