@@ -84,7 +84,7 @@ def _attend_piece(
     windowed = window is not None and length > window
     if length == n and not windowed and softcap is None:
         return _grouped_sdpa(query, keys, values, scaling, None)
-    mask = _mask(views.masks, n, length, window if windowed else None, query.device)
+    mask = _mask(views.masks, n, length, window if windowed else None, query)
     if softcap is not None:
         grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
         tiled = mask.repeat(query.shape[1] // keys.shape[1], 1)
@@ -122,23 +122,24 @@ def _capped(
     scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
 
 def _mask(
-    masks: dict[object, torch.Tensor], n: int, length: int, window: int | None, device: torch.device
+    masks: dict[object, torch.Tensor], n: int, length: int, window: int | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """(n, length) booleans: the last n of `length` positions see themselves and what came before, within `window`."""
+    """(n, length), added to scores: the last n of `length` positions see themselves and what came before, within
+    `window`. Floats, once for all layers of a kind: the CPU kernel would turn booleans into floats in every layer."""
     key = (n, length, window)
     mask = masks.get(key)
     if mask is None:
-        query_positions = torch.arange(length - n, length, device=device)[:, None]
-        key_positions = torch.arange(length, device=device)[None, :]
-        mask = key_positions <= query_positions
+        query_positions = torch.arange(length - n, length, device=like.device)[:, None]
+        key_positions = torch.arange(length, device=like.device)[None, :]
+        hidden = key_positions > query_positions
         if window is not None:
-            mask &= key_positions > query_positions - window
-        masks[key] = mask
+            hidden |= key_positions <= query_positions - window
+        mask = masks[key] = like.new_zeros((n, length)).masked_fill_(hidden, float("-inf"))
     return mask
 
 
