@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -135,20 +135,18 @@ def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": "replay-1", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
-async def _run(gateway_app: Any, listeners: Any, scope: trio.CancelScope, ended: trio.Event, task_status: Any) -> None:
-    with scope:
-        await serve_api(gateway_app, listeners, limits=LIMITS, task_status=task_status)
-    ended.set()
-
-
 @pytest.fixture
-async def gateway(nursery: trio.Nursery) -> AsyncIterator[Gateway]:
+async def gateway(request: pytest.FixtureRequest, nursery: trio.Nursery) -> AsyncIterator[Gateway]:
+    """`parametrize("gateway", [{"write_s": 30.0}], indirect=True)` changes limits."""
+    limits = replace(LIMITS, **getattr(request, "param", {}))
     backend = ReplayBackend()
     scope, ended = trio.CancelScope(), trio.Event()
     listeners = await open_api_listeners("127.0.0.1", 0)
 
     async def run(task_status: Any) -> None:
-        await _run(create_app(backend, limits=LIMITS), listeners, scope, ended, task_status)
+        with scope:
+            await serve_api(create_app(backend, limits=limits), listeners, limits=limits, task_status=task_status)
+        ended.set()
 
     [(_, port)] = await nursery.start(run)
     async with httpx.AsyncClient(

@@ -118,6 +118,7 @@ async def test_a_client_that_stops_reading_is_dropped(gateway: Any, body: Any, u
     assert gateway.backend.cancelled == 1
 
 
+@pytest.mark.parametrize("gateway", [{"write_s": 60.0}], indirect=True)
 async def test_the_server_ends_with_a_stalled_client(gateway: Any, body: Any, until: Any) -> None:
     """DESIGN section 6: hypercorn's own serve would never return here."""
     await _stalled(gateway, body, until)
