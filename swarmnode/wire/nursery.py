@@ -20,12 +20,13 @@ async def open_flat_nursery() -> AsyncIterator[trio.Nursery]:
         async with trio.open_nursery() as nursery:
             yield nursery
     except BaseExceptionGroup as group:
-        error = _alone(group)
+        error = alone(group)
     if error is not None:
         raise error
 
 
-def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def alone(group: BaseException) -> BaseException:
+    """What a group of one (of one …) holds; otherwise the group itself."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

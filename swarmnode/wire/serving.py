@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, SwarmError
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.handshake import answer
+from swarmnode.wire.nursery import alone
 from swarmnode.wire.traffic import Route
 
 if TYPE_CHECKING:
@@ -33,12 +34,16 @@ class Service:
                 hello = await answer(channel, self.identity)
                 count(channel, hello.identity, hello.parameters, self.traffic)
                 await self.handler(channel.kind, hello, channel)
-            except SwarmError as error:
-                _log.info("a %s channel ended: %s", channel.kind, error)
-                _refuse(channel, error)
-            except Exception:
-                _log.exception("a %s channel ended by a bug; the listener goes on", channel.kind)
-                _refuse(channel, InternalError(f"the {channel.kind} channel's handler failed; see the log there"))
+            except Exception as raised:
+                _refuse(channel, _reason(channel, alone(raised)))
+
+
+def _reason(channel: Channel, error: BaseException) -> SwarmError:
+    if isinstance(error, SwarmError):
+        _log.info("a %s channel ended: %s", channel.kind, error)
+        return error
+    _log.error("a %s channel ended by a bug; the listener goes on", channel.kind, exc_info=error)
+    return InternalError(f"the {channel.kind} channel's handler failed; see the log there")
 
 
 def _refuse(channel: Channel, error: SwarmError) -> None:
