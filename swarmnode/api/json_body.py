@@ -9,8 +9,11 @@ from swarmnode.api.errors import HttpError
 
 MAX_JSON_DEPTH = 64
 """Chat bodies nest six deep; tool schemas of other servers stay under thirty."""
-MAX_JSON_VALUES = 200_000
-"""A long agent conversation has some thousand values; more only costs the event loop time."""
+MAX_JSON_VALUES = 50_000
+"""4,096 messages of two parts each; every value costs the event loop about two microseconds."""
+MAX_SEPARATORS = 250_000
+"""`[`, `{` and `,` of the raw body, in texts too (so many are more tokens than any context): bounds what the parser
+allocates, and its time."""
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
@@ -26,8 +29,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 def _loads(body: bytes) -> Any:
     if not body.strip():
         raise _invalid("the body is empty; a JSON object is expected")
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_VALUES:  # before a parser allocates an object for each
-        raise _invalid(f"the body holds more than {MAX_JSON_VALUES} brackets")
+    if sum(body.count(mark) for mark in (b"[", b"{", b",")) > MAX_SEPARATORS:
+        raise _invalid(f"the body holds more than {MAX_SEPARATORS} brackets and commas")
     try:
         return json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -48,10 +51,10 @@ def _check(root: dict[str, Any]) -> None:
     count = 0
     while todo:
         value, depth = todo.pop()
-        count += 1
+        count += len(value) if isinstance(value, dict | list) else 0
         if depth > MAX_JSON_DEPTH:
             raise _invalid(f"the body nests deeper than {MAX_JSON_DEPTH} levels")
-        if count + len(todo) > MAX_JSON_VALUES:
+        if count > MAX_JSON_VALUES:  # before the values of this one are even listed
             raise _invalid(f"the body holds more than {MAX_JSON_VALUES} values")
         if isinstance(value, str):
             _check_text(value)

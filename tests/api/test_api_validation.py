@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarmnode.api.backend import ChatRequest
 from swarmnode.api.chat import to_chat_request
 from swarmnode.api.errors import HttpError
-from swarmnode.api.json_body import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json_object
+from swarmnode.api.json_body import MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_SEPARATORS, parse_json_object
 from swarmnode.api.openai_models import UNSUPPORTED, ChatBody, parse_chat
 from swarmnode.api.replay import ReplayBackend
 from swarmnode.ring.work import Sampling
@@ -253,6 +253,15 @@ def test_bad_json_is_400(data: bytes) -> None:
         parse_json_object(data)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
     assert len(caught.value.message) < 400
+
+
+def test_the_counts_are_exact() -> None:
+    assert parse_json_object(b'{"a":[' + b"1," * (MAX_JSON_VALUES - 2) + b"1]}")
+    with pytest.raises(HttpError):
+        parse_json_object(b'{"a":[' + b"1," * (MAX_JSON_VALUES - 1) + b"1]}")
+    assert parse_json_object(b'{"a":"' + b"," * (MAX_SEPARATORS - 1) + b'"}')
+    with pytest.raises(HttpError):
+        parse_json_object(b'{"a":"' + b"," * MAX_SEPARATORS + b'"}')
 
 
 def test_good_json_passes() -> None:
