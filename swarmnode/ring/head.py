@@ -26,7 +26,7 @@ from swarmnode.ring.messages import (
     Row,
     Tokens,
 )
-from swarmnode.ring.progress import ProgressDeadline
+from swarmnode.ring.progress import END_SLACK, ProgressDeadline
 from swarmnode.ring.session import Phase, Session
 from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Sampling, Work, WorkResult
 
@@ -167,7 +167,7 @@ class Head:
                 self._open(message, now)
             case Cancel(request=request, reason=reason):
                 if session := self._by_request.get(request):
-                    self._finish(session, reason)
+                    self._finish(session, reason, now)
                     self._admit(now)
             case StartProbe(nonce=nonce):
                 self._start_probe(nonce, now)
@@ -175,17 +175,30 @@ class Head:
                 self._receive_answer(inner, now)
 
     def handle_timer(self, now: float) -> None:
-        for session in [s for s in self._sessions.values() if s.in_flight]:
-            limit = self.progress.limit_s(session.phase)
-            if session.progress_s + limit <= now:
-                self._refuse(session, "stalled", f"no stage answered for {limit:.0f} s; try again")
+        limit_s = self._limit_s()
+        for session in list(self._sessions.values()):
+            deadline_s = self._deadline_s(session, limit_s)
+            if deadline_s is None or now < deadline_s:
+                continue
+            if session.phase is Phase.ENDING:
+                self._break(f"the end of a request did not come round the ring for {END_SLACK * limit_s:.0f} s", now)
+                return
+            self._refuse(session, "stalled", f"no stage answered for {limit_s:.0f} s; try again", now)
         self._admit(now)
 
     def next_timer(self) -> float | None:
-        return min(
-            (s.progress_s + self.progress.limit_s(s.phase) for s in self._sessions.values() if s.in_flight),
-            default=None,
-        )
+        limit_s = self._limit_s()
+        deadlines = (self._deadline_s(session, limit_s) for session in self._sessions.values())
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+
+    def _limit_s(self) -> float:
+        return self.progress.limit_s(pieces_in_flight=self._pieces_in_flight() > 0)
+
+    def _deadline_s(self, session: Session, limit_s: float) -> float | None:
+        """When the session counts as stalled; None while nothing of it is under way."""
+        if session.phase is Phase.ENDING:
+            return session.progress_s + END_SLACK * limit_s
+        return session.progress_s + limit_s if session.in_flight else None
 
     # effects
 
@@ -206,6 +219,7 @@ class Head:
         """Gauges: requests waiting and running, sessions still ending, tokens reserved and in all."""
         phases = [s.phase for s in self._sessions.values()]
         return {
+            "sessions": len(self._sessions),
             "waiting": len(self._waiting),
             "running": sum(p in (Phase.PREFILL, Phase.DECODE) for p in phases),
             "ending": phases.count(Phase.ENDING),
@@ -216,12 +230,8 @@ class Head:
     # requests
 
     def _open(self, request: Open, now: float) -> None:
-        error = self._why_not(request)
-        if error is not None:
-            self._events.append(Refused(request.request, *error))
-            return
-        room = self.config.context_tokens - len(request.prompt)
         explicit = request.max_new_tokens is not None
+        room = self.config.context_tokens - len(request.prompt)
         session = Session(
             id=SessionId(self._next_id),
             request=request.request,
@@ -231,6 +241,10 @@ class Head:
             sampling=request.sampling,
             opened_s=now,
         )
+        error = self._why_not(session)
+        if error is not None:
+            self._events.append(Refused(request.request, *error))
+            return
         self._next_id += 1
         self._sessions[session.id] = session
         self._by_request[session.request] = session
@@ -238,36 +252,38 @@ class Head:
         self._events.append(Accepted(session.request, len(session.prompt)))
         self._admit(now)
 
-    def _why_not(self, request: Open) -> tuple[str, str] | None:
+    def _why_not(self, session: Session) -> tuple[str, str] | None:
         """The error of a request that is refused at the door, as (code, message)."""
-        prompt, limit = len(request.prompt), min(self.config.context_tokens, self.budget.total_tokens)
-        wanted = request.max_new_tokens if request.max_new_tokens is not None else 1
+        prompt, limit = len(session.prompt), min(self.config.context_tokens, self.budget.total_tokens)
+        wanted = session.max_new_tokens if session.explicit_max else 1
         if self._broken:
             return "stage_lost", "a stage of this model was lost; load it again"
         if prompt + wanted > limit:
-            reply = f" + {wanted:,} of max_tokens" if request.max_new_tokens is not None else " and its reply"
+            reply = f" + {wanted:,} of max_tokens" if session.explicit_max else " and its reply"
             return (
                 "context_too_long",
                 f"this conversation needs {prompt + wanted:,} tokens ({prompt:,} of prompt{reply}); "
                 f"the ring serving this model holds {limit:,}",
             )
-        if len(self._waiting) >= self.config.max_waiting:
+        if len(self._waiting) >= self.config.max_waiting and (self._waiting or not self._can_start(session)):
             return "overloaded", f"{len(self._waiting)} requests are already waiting; try again later"
         return None
 
+    def _can_start(self, session: Session) -> bool:
+        """Whether the first in line may start now."""
+        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in self._sessions.values())
+        free = self.budget.free_tokens
+        return running < self.config.max_in_flight and self._first_reservation(session) <= free
+
     def _admit(self, now: float) -> None:
         """Start waiting sessions in order while the budget and the in-flight limit allow."""
-        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in self._sessions.values())
-        while self._waiting and running < self.config.max_in_flight:
-            session = self._waiting[0]
-            if not self.budget.reserve(session.id, self._first_reservation(session)):
-                return
-            self._waiting.popleft()
+        while self._waiting and self._can_start(self._waiting[0]):
+            session = self._waiting.popleft()
+            self.budget.reserve(session.id, self._first_reservation(session))
             session.phase = Phase.PREFILL
             session.started_s = session.progress_s = session.ready_s = now
             self._prefilling.append(session)
             self._events.append(Started(session.request))
-            running += 1
 
     def _first_reservation(self, session: Session) -> int:
         reply = session.max_new_tokens
@@ -288,8 +304,7 @@ class Head:
 
     def _next_piece(self, now: float) -> PieceWork | None:
         """The next prompt piece, sessions in turn, at most one piece per stage in the ring at once."""
-        in_flight = sum(s.pieces_in_flight for s in self._sessions.values())
-        if not self._prefilling or in_flight >= self.config.num_stages:
+        if not self._prefilling or self._pieces_in_flight() >= self.config.num_stages:
             return None
         session = self._prefilling.popleft()
         chunk = self.config.prefill_chunk or len(session.prompt)
@@ -302,6 +317,8 @@ class Head:
             sampling=session.sampling if session.next_piece == 0 else None,
         )
         session.next_piece = end
+        if session.pieces_in_flight == 0:
+            session.progress_s = now  # waiting for its turn at stage 0 is no stage's silence
         session.pieces_in_flight += 1
         session.step_started_s = now
         if not work.last:
@@ -328,7 +345,7 @@ class Head:
         """Take the engine's result: send it on, or in a ring of one treat it as the answer."""
         for session_id, failure in result.failed.items():
             if session := self._alive(session_id):
-                self._refuse(session, failure.code, failure.message)
+                self._refuse(session, failure.code, failure.message, now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
             if session := self._alive(work.session):
@@ -379,13 +396,13 @@ class Head:
                 self._tokens(message, now)
             case Failed(session=session_id, gen=gen, code=code, message=text):
                 if (session := self._alive(session_id)) and session.gen == gen:
-                    self._refuse(session, code, text)
+                    self._refuse(session, code, text, now)
             case Ended(session=session_id):
                 self._ended(session_id)
             case Probe(nonce=nonce, lane=lane):
                 self._probe_returned(nonce, lane, now)
             case Broken(stage=stage):
-                self._break(f"stage {stage} lost its neighbour")
+                self._break(f"stage {stage} lost its neighbour", now)
         self._admit(now)
 
     def _piece_done(self, answer: PieceDone, now: float) -> None:
@@ -393,7 +410,7 @@ class Head:
         if session is None or session.gen != answer.gen or session.phase is not Phase.PREFILL:
             return
         session.pieces_in_flight -= 1
-        self.progress.observe(session.phase, now - session.progress_s)
+        self.progress.observe(now - session.progress_s)
         session.progress_s = now
         if answer.token is not None:
             session.phase = Phase.DECODE
@@ -408,7 +425,7 @@ class Head:
             wall_s = now - session.step_started_s
             waited_s = session.step_started_s - session.ready_s
             session.times.add(wall_s * 1e3, answer.compute_ms, answer.queue_ms, waited_s * 1e3)
-            self.progress.observe(session.phase, wall_s)
+            self.progress.observe(wall_s)
             self._take_token(session, token, now)
 
     def _take_token(self, session: Session, token: int, now: float) -> None:
@@ -417,30 +434,30 @@ class Head:
         session.ready_s = session.progress_s = now
         self._events.append(Sampled(session.request, token))
         if token in self.config.eos_token_ids:
-            self._finish(session, "stop")
+            self._finish(session, "stop", now)
         elif session.generated >= session.max_new_tokens or not self._grow(session):
-            self._finish(session, "length")
+            self._finish(session, "length", now)
 
     def _grow(self, session: Session) -> bool:
         """Keep room for the next position; a reply without max_tokens grows its reservation as it goes."""
         needed = len(session.prompt) + session.generated + 1
         if needed <= self.budget.held_by(session.id):
             return True
-        limit = min(len(session.prompt) + session.max_new_tokens, self.budget.total_tokens)
-        wanted = min(needed + GROWTH_TOKENS, limit)
-        return needed <= limit and self.budget.reserve(session.id, wanted)
+        held, free = self.budget.held_by(session.id), self.budget.free_tokens
+        wanted = min(needed + GROWTH_TOKENS, len(session.prompt) + session.max_new_tokens, held + free)
+        return needed <= wanted and self.budget.reserve(session.id, wanted)
 
     # ends
 
-    def _finish(self, session: Session, reason: str) -> None:
+    def _finish(self, session: Session, reason: str, now: float) -> None:
         self._events.append(Finished(session.request, reason, len(session.prompt), session.generated, session.timing()))
-        self._end(session)
+        self._end(session, now)
 
-    def _refuse(self, session: Session, code: str, message: str) -> None:
+    def _refuse(self, session: Session, code: str, message: str, now: float) -> None:
         self._events.append(Refused(session.request, code, message))
-        self._end(session)
+        self._end(session, now)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: Session, now: float) -> None:
         """Free it here and tell every stage; its reservation stays until `Ended` comes back from the last one."""
         del self._by_request[session.request]
         if session.phase is Phase.WAITING:
@@ -449,7 +466,7 @@ class Head:
             return
         if session in self._prefilling:
             self._prefilling.remove(session)
-        session.phase = Phase.ENDING
+        session.phase, session.progress_s = Phase.ENDING, now
         session.pieces_in_flight = 0
         self._freed.append(session.id)
         if self.config.num_stages == 1 or self._broken:
@@ -463,15 +480,16 @@ class Head:
             del self._sessions[session_id]
             self.budget.release(session_id)
 
-    def _break(self, why: str) -> None:
+    def _break(self, why: str, now: float) -> None:
         """The ring is lost: every session ends now, and nothing more is sent."""
         if self._broken:
             return
         self._broken = True
         for session in self._active():
-            self._refuse(session, "stage_lost", f"{why}; load the model again")
+            self._refuse(session, "stage_lost", f"{why}; load the model again", now)
         for session_id in [s.id for s in self._sessions.values()]:
             self._ended(session_id)
+        self._probes.clear()
         self._outgoing.clear()
 
     # probes
@@ -493,6 +511,9 @@ class Head:
             self._events.append(Probed(nonce, (now - probe.started_s) * 1e3))
 
     # look-ups
+
+    def _pieces_in_flight(self) -> int:
+        return sum(session.pieces_in_flight for session in self._sessions.values())
 
     def _active(self) -> Iterable[Session]:
         return [s for s in self._sessions.values() if s.phase is not Phase.ENDING]

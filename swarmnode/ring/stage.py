@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.ring.messages import (
+    Broken,
     End,
     Ended,
     Envelope,
@@ -44,7 +45,9 @@ class _Held:
 class _Queued:
     message: Piece | Group
     arrived_s: float
-    started_s: float = field(default=0.0)
+    started_s: float = 0.0
+    ended: set[SessionId] = field(default_factory=set)
+    """Sessions that ended while this stood in the queue: their floor may be gone before its turn comes."""
 
 
 class Stage:
@@ -70,8 +73,8 @@ class Stage:
                 self._pieces.append(_Queued(message, now))
             case End(session=session):
                 self._end(session, envelope.lane)
-            case Failed() as failed:
-                self._send_on("act", failed)
+            case Failed() | Broken() as bad_news:
+                self._send_on("act", bad_news)
             case Probe(lane=lane) as probe:
                 self._send_on(lane, replace(probe, hops=probe.hops + 1))
             case _:
@@ -116,7 +119,8 @@ class Stage:
     def _admit(self, queued: _Queued) -> Work | None:
         message = queued.message
         if isinstance(message, Piece):
-            if not self._fits(Row(message.session, message.gen, message.pos, len(message.ids))):
+            row = Row(message.session, message.gen, message.pos, len(message.ids))
+            if row.session in queued.ended or not self._fits(row):
                 return None
             piece = PieceWork(
                 session=message.session,
@@ -128,7 +132,7 @@ class Stage:
             )
             self._running = (piece, queued, ())
             return piece
-        keep = [i for i, row in enumerate(message.rows) if self._fits(row)]
+        keep = [i for i, row in enumerate(message.rows) if row.session not in queued.ended and self._fits(row)]
         if not keep:
             return None
         rows = tuple(message.rows[i] for i in keep)
@@ -194,6 +198,8 @@ class Stage:
     def _end(self, session: SessionId, lane: str) -> None:
         if self._held.pop(session, None) is not None:
             self._freed.append(session)
+        for queued in (*self._groups, *self._pieces):
+            queued.ended.add(session)
         seen = self._floors.setdefault(session, set())
         seen.add(lane)
         if not self.is_last:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from trace_text import event_text, message_text, work_text
 
 from swarmnode.compute.ring_loop import run_work
-from swarmnode.compute.script import Script
 from swarmnode.compute.scripted import ScriptedEngine
 from swarmnode.compute.spec import StageSpec
 from swarmnode.ids import RequestId, SessionId
@@ -41,10 +40,12 @@ from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from swarmnode.compute.script import Script
     from swarmnode.ring.head import HeadEvent, HeadInput
     from swarmnode.ring.work import Work, WorkResult
 
 EOS = 0
+GREEDY = Sampling(temperature=0.0)
 QUIET_AFTER_S = 3600.0
 """Nothing in a ring may still be under way after this: the longest deadline is far shorter."""
 
@@ -64,7 +65,7 @@ class Request:
     name: str
     prompt: tuple[int, ...]
     max_new_tokens: int | None = None
-    sampling: Sampling = Sampling(temperature=0.0)
+    sampling: Sampling = GREEDY
 
 
 @dataclass(slots=True)

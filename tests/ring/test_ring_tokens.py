@@ -256,7 +256,7 @@ def test_r8_waiting_behind_others_is_queue_and_all_parts_add_up() -> None:
         per_token_ms = (tokens_at[-1] - tokens_at[0]) / (len(tokens_at) - 1) * 1e3
         parts_ms = timing["stage0_ms"] + timing["stage1_ms"] + timing["link_ms"] + timing["queue_ms"]
         assert parts_ms == pytest.approx(per_token_ms, abs=0.01)
-        assert timing["queue_ms"] > 0
+    assert max(outcome.end.timing["queue_ms"] for outcome in outcomes) > 0
 
 
 def test_the_probe_goes_round_both_lanes() -> None:
