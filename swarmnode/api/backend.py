@@ -102,10 +102,14 @@ class Backend(Protocol):
         """Run one request. Leaving the block early cancels it on every stage.
 
         The iterator yields Accepted, Started, TextDelta…, and one Done; it raises SwarmError where the request fails.
+        An iterator that is a generator is closed by the block (`aclosing`): a reader may stop in its middle.
         """
 
     async def load(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
-        """Start (or, with `wait`, finish) a load; returns the status as `status()` does."""
+        """Start (or, with `wait`, finish) a load; returns the status as `status()` does.
+
+        Cancelled while it waits (the client left), it leaves the load running.
+        """
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]: ...
 
