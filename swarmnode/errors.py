@@ -97,6 +97,12 @@ class ModelUnloading(SwarmError):
     code, status, retryable = "model_unloading", 503, True
 
 
+class StreamClosed(SwarmError):
+    """The client left before its reply was complete; nobody reads this error."""
+
+    code, status = "client_left", 499
+
+
 class Stalled(SwarmError):
     """No progress within the deadline."""
 

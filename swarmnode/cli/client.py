@@ -37,6 +37,9 @@ class ApiClient:
         timeout = httpx.Timeout(silence_s, connect=CONNECT_S)
         self._client = httpx.Client(base_url=self.base_url, timeout=timeout, trust_env=False)
 
+    def close(self) -> None:
+        self._client.close()
+
     def get(self, path: str) -> dict[str, Any]:
         return self._call("GET", path, None)
 

@@ -62,8 +62,7 @@ def demo(
     with LocalSwarm(settings.data_dir / "demo", settings.models_root) as swarm:
         say(f"starting a coordinator and {stages} peers")
         swarm.start_coordinator()
-        for index in range(stages):
-            swarm.start_peer(f"peer-{index}", threads=threads)
+        swarm.start_peers(*(f"peer-{index}" for index in range(stages)), threads=threads)
         client = ApiClient(swarm.api)
         _load(client, model, stages, say)
         result = _answer(client, model, prompt, max_tokens, quiet=json_output)

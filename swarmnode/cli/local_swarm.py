@@ -121,20 +121,20 @@ class LocalSwarm:
         arguments = ["--role", "coordinator", "--name", "coordinator", "--data-dir", str(self.folder / "coordinator")]
         arguments += ["--api-listen", api_listen, "--swarm-listen", swarm_listen]
         environment = {**self.environment, "SWARM_SERVABLE_MODELS_ROOT": str(self.models_root)}
+        if self.coordinator is not None:
+            self.coordinator.stop()
         self.coordinator = NodeProcess(arguments, environment)
         ready = self.coordinator.wait_for("ready")
         self.api, self.swarm = ready["api"], ready["swarm"]
 
-    def start_peer(
-        self, name: str, *, threads: int = 1, memory: str = "4G", extra: tuple[str, ...] = ()
-    ) -> NodeProcess:
-        """Start a peer and wait until it joined."""
-        arguments = ["--role", "peer", "--name", name, "--data-dir", str(self.folder / name), "--join", self.swarm]
-        arguments += ["--device", "cpu", "--threads", str(threads), "--memory", memory, *extra]
-        peer = NodeProcess(arguments, self.environment)
-        self.peers[name] = peer
-        peer.wait_for("joined")
-        return peer
+    def start_peers(self, *names: str, threads: int = 1, memory: str = "4G", extra: tuple[str, ...] = ()) -> None:
+        """Start peers side by side and wait until all have joined."""
+        for name in names:
+            arguments = ["--role", "peer", "--name", name, "--data-dir", str(self.folder / name), "--join", self.swarm]
+            arguments += ["--device", "cpu", "--threads", str(threads), "--memory", memory, *extra]
+            self.peers[name] = NodeProcess(arguments, self.environment)
+        for name in names:
+            self.peers[name].wait_for("joined")
 
     def stop(self) -> None:
         """End every node, peers first."""

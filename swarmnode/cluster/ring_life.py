@@ -66,12 +66,16 @@ class ProbeReturned:
 
 @dataclass(frozen=True, slots=True)
 class StageDown:
-    """A stage failed or went away; `gone` means nothing is left there to unload."""
+    """A stage failed or went away; `gone` means nothing is left there to unload.
+
+    `symptom`: it only saw a neighbour's link end, so whoever names the cause later is right about it.
+    """
 
     stage: int
     code: str
     message: str
     gone: bool = False
+    symptom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class RingLife:
         self.state = RingState.PREPARING
         self.progress: dict[int, Progress] = {}
         self.error: RingLost | None = None
+        self._by_symptom = False
         self._ready: dict[int, StageReady] = {}
         self._linked: set[int] = set()
         self._held = set(range(len(nodes)))
@@ -244,7 +249,12 @@ class RingLife:
     def _down(self, down: StageDown, now: float) -> None:
         if down.gone:
             self._held.discard(down.stage)
-        self._lose(down.code, down.message, down.stage, now)
+        if self.error is not None and self._by_symptom and not down.symptom:
+            self.error = RingLost(down.code, down.message, down.stage, self.error.was_ready)
+            self._by_symptom = False
+        elif self.error is None:
+            self._by_symptom = down.symptom
+            self._lose(down.code, down.message, down.stage, now)
         self._maybe_over()
 
     def _lose(self, code: str, message: str, stage: int | None, now: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swarmnode.errors import SwarmError
 from swarmnode.ring.work import Activation, Failure, GroupWork, WorkResult
 
 if TYPE_CHECKING:
@@ -156,4 +157,6 @@ def _stack(parts: Sequence[Activation]) -> Activation | None:
 
 
 def _failure(error: Exception) -> Failure:
+    if isinstance(error, SwarmError):
+        return Failure(error.code, error.message)
     return Failure("stage_failed", f"{type(error).__name__}: {error}")

@@ -79,20 +79,17 @@ class Coordinator:
         manifest = self.registry.get(model)
         offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
         planned = plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
-        ring = LoadedRing(planned.specs, planned.plan, planned.dtype, self.post)
+        ring = LoadedRing(planned, self.post, self._ring_over)
         self.rings[ring.ring] = ring
         self.ended.pop(model, None)
-        self._nursery.start_soon(self._run_ring, ring)
+        self._nursery.start_soon(ring.run)
         return ring
 
-    async def _run_ring(self, ring: LoadedRing) -> None:
-        try:
-            await ring.run()
-        finally:
-            del self.rings[ring.ring]
-            self.ended[ModelId(ring.model)] = ring
-            about = {"model": ring.model, "ring": ring.ring, "error": ring.error.message if ring.error else None}
-            self.context.emit("ring_over", about)
+    def _ring_over(self, ring: LoadedRing) -> None:
+        del self.rings[ring.ring]
+        self.ended[ModelId(ring.model)] = ring
+        why = ring.error.message if ring.error is not None else None
+        self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
 
     def _busy_with(self, node: NodeId) -> str | None:
         return next((ring.model for ring in self.rings.values() if ring.stage_of(node) is not None), None)
@@ -196,6 +193,8 @@ class Coordinator:
         if frame.kind == "gauges":
             ring.gauges[stage] = unpack_body(frame.body)
         else:
+            if frame.kind == "stage_ready":
+                ring.pids[stage] = int(unpack_body(frame.body)["pid"])
             ring.feed(_ring_input(stage, frame))
 
     def _take_reply(self, node: NodeId, frame: Frame) -> None:
@@ -220,7 +219,7 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
         case "stage_failed":
             return StageDown(stage, header["code"], header["message"])
         case "broken":
-            return StageDown(stage, "stage_lost", f"stage {stage} lost its link to a neighbour")
+            return StageDown(stage, "stage_lost", f"stage {stage} lost its link to a neighbour", symptom=True)
         case "unloaded":
             return StageUnloaded(stage)
         case _:

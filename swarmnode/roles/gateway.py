@@ -13,9 +13,6 @@ from swarmnode.cluster.membership import NodeState
 from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, StageLost
 from swarmnode.ids import ModelId, RequestId
 from swarmnode.ring.work import Sampling
-from swarmnode.roles.requests import RequestStream
-from swarmnode.wire.bodies import pack_body
-from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
     from swarmnode.catalog.manifest import Manifest
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
+    from swarmnode.roles.requests import RequestStream
 
 
 class Gateway:
@@ -136,11 +134,8 @@ class Gateway:
     @asynccontextmanager
     async def open_chat(self, request: ChatRequest) -> AsyncIterator[AsyncIterator[ChatEvent]]:
         ring = self._serving_ring(request.model)
-        stream = RequestStream(RequestId(uuid.uuid4().hex))
-        ring.open(stream)
+        stream = ring.open(RequestId(uuid.uuid4().hex), _open_body(request))
         try:
-            header = {"request": stream.request, "ring": ring.ring}
-            self._coordinator.post(ring.head, Frame("open", header, pack_body(_open_body(request))))
             yield _events(stream, ring)
         finally:
             ring.close(stream)
@@ -235,6 +230,7 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
         "stage": index,
         "peer": plan.peer.name,
         "node": plan.peer.node,
+        "pid": ring.pids.get(index),
         "layers": [plan.first_layer, plan.end_layer - 1],
         "weight_bytes": plan.weight_bytes,
         "phase": "ready" if ring.life.is_ready(index) else (progress.phase if progress else "starting"),

@@ -24,17 +24,16 @@ from swarmnode.cluster.ring_life import (
     UnloadAsked,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import ModelUnloading, SwarmError, from_wire
+from swarmnode.errors import ModelUnloading, StreamClosed, SwarmError, from_wire
+from swarmnode.roles.requests import RequestStream
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from swarmnode.cluster.placement import Plan
     from swarmnode.ids import NodeId, RequestId, RingId
-    from swarmnode.roles.load_spec import LoadSpec
-    from swarmnode.roles.requests import RequestStream
+    from swarmnode.roles.planning import PlannedRing
 
 DRAIN_S = 60.0
 """Running replies may finish for this long after an unload was asked for."""
@@ -43,24 +42,31 @@ DRAIN_S = 60.0
 class LoadedRing:
     """Made when a load was planned; over when every stage gave its memory back.
 
-    `post` sends a frame to a node (and drops it where the node is gone: membership then ends the stage).
+    `post` sends a frame to a node (and drops it where the node is gone: membership then ends the stage); `on_over` is
+    called once, before anyone who waits for `over` goes on.
     """
 
     def __init__(
-        self, specs: Sequence[LoadSpec], plan: Plan, dtype: str, post: Callable[[NodeId, Frame], None]
+        self,
+        planned: PlannedRing,
+        post: Callable[[NodeId, Frame], None],
+        on_over: Callable[[LoadedRing], None],
     ) -> None:
-        self.specs = tuple(specs)
-        self.plan = plan
-        self.dtype = dtype
+        self.specs = planned.specs
+        self.plan = planned.plan
+        self.dtype = planned.dtype
         self.started_unix = int(time.time())
         self.draining = False
         self.gauges: dict[int, Mapping[str, Any]] = {}
+        self.pids: dict[int, int] = {}
+        """Process ids of the stage workers on their own machines."""
         self.requests: dict[RequestId, RequestStream] = {}
         self.settled = trio.Event()
         """Ready, or failed for good."""
         self.over = trio.Event()
-        self.life = RingLife([stage.peer.node for stage in plan.stages], trio.current_time())
+        self.life = RingLife([stage.peer.node for stage in self.plan.stages], trio.current_time())
         self._post = post
+        self._on_over = on_over
         self._idle = trio.Event()
         self._driver: Driver[RingInput, RingCommand, RingEvent] = Driver(self.life, self._send, self._notify)
 
@@ -120,23 +126,24 @@ class LoadedRing:
         self.feed(UnloadAsked())
         await self.over.wait()
 
-    def open(self, stream: RequestStream) -> None:
-        self.requests[stream.request] = stream
+    def open(self, request: RequestId, body: Mapping[str, Any]) -> RequestStream:
+        """Send a request to the head; `close` it whatever happens."""
+        cancel = Frame("cancel", {"request": request})
+        stream = RequestStream(request, lambda: self._post(self.head, cancel))
+        self.requests[request] = stream
+        self._post(self.head, Frame("open", {"request": request, "ring": self.ring}, pack_body(body)))
+        return stream
 
     def close(self, stream: RequestStream) -> None:
         """Forget a request; a head that still works for it is told to stop."""
-        if self.requests.pop(stream.request, None) is None:
-            return
-        if not stream.ended:
-            self._post(self.head, Frame("cancel", {"request": stream.request}))
+        stream.cancel(StreamClosed("the client left"))
+        self.requests.pop(stream.request, None)
         if not self.requests:
             self._idle.set()
 
     def fail_requests(self, error: SwarmError) -> None:
         for stream in self.requests.values():
-            if not stream.ended:
-                stream.fail(error)
-                self._post(self.head, Frame("cancel", {"request": stream.request}))
+            stream.cancel(error)
 
     def progress(self, stage: int) -> Progress | None:
         return self.life.progress.get(stage)
@@ -162,5 +169,6 @@ class LoadedRing:
                 self.fail_requests(from_wire(code, message))
                 self.settled.set()
             case RingOver():
+                self._on_over(self)
                 self.settled.set()
                 self.over.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import trio
@@ -11,6 +12,8 @@ from swarmnode.errors import Stalled, SwarmError, from_wire
 from swarmnode.wire.bodies import unpack_body
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from swarmnode.ids import RequestId
     from swarmnode.wire.frames import Frame
 
@@ -23,10 +26,12 @@ ACCEPT_S = 30.0
 class RequestStream:
     """`put` takes the head's frames without waiting; `events` gives them to the API, ending with Done or an error."""
 
-    def __init__(self, request: RequestId) -> None:
+    def __init__(self, request: RequestId, cancel: Callable[[], None]) -> None:
+        """`cancel` tells the head to stop; called at most once, and only while the request runs."""
         self.request = request
         self.accepted = False
         self.ended = False
+        self._cancel = cancel
         self._send, self._receive = trio.open_memory_channel["ChatEvent | SwarmError"](MAX_UNREAD_EVENTS)
 
     def put(self, frame: Frame) -> None:
@@ -49,21 +54,25 @@ class RequestStream:
                 self.fail(error)
 
     def fail(self, error: SwarmError) -> None:
-        """End the request with an error, unless it has ended."""
+        """The head ended the request with an error."""
+        self._offer(error)
+        self.ended = True
+
+    def cancel(self, error: SwarmError) -> None:
+        """End the request from this side, unless it has ended."""
         if not self.ended:
-            self._offer(error)
-            self.ended = True
+            self.fail(error)
+            self._cancel()
 
     async def next(self) -> ChatEvent:
-        """The next event. Raises the request's error, or Stalled where it is not even accepted in time."""
-        if self.accepted:
-            event = await self._receive.receive()
-        else:
-            try:
-                with trio.fail_after(ACCEPT_S):
-                    event = await self._receive.receive()
-            except trio.TooSlowError:
-                raise Stalled(f"stage 0 did not take the request within {ACCEPT_S:.0f} s") from None
+        """The next event. Raises the request's error, or Stalled where one side is too slow."""
+        try:
+            with trio.fail_after(math.inf if self.accepted else ACCEPT_S):
+                event = await self._receive.receive()
+        except trio.TooSlowError:
+            raise Stalled(f"stage 0 did not take the request within {ACCEPT_S:.0f} s") from None
+        except trio.EndOfChannel:
+            raise Stalled(f"the client left {MAX_UNREAD_EVENTS} pieces of the reply unread") from None
         if isinstance(event, SwarmError):
             raise event
         return event
@@ -76,6 +85,7 @@ class RequestStream:
         except trio.WouldBlock:
             self.ended = True
             self._send.close()
+            self._cancel()
 
 
 def _done(frame: Frame) -> Done:

@@ -203,7 +203,8 @@ class StageHost:
 
     def _become_ready(self, about: dict[str, Any]) -> None:
         self._ready, self.phase = True, "ready"
-        body = {"address": self._context.identity.listen[0], "kv_tokens": int(about["kv_tokens"])}
+        address = self._context.identity.listen[0]
+        body = {"address": address, "kv_tokens": int(about["kv_tokens"]), "pid": int(about["pid"])}
         self._post(Frame("stage_ready", self._where(), pack_body(body)))
 
     async def _watch_stall(self) -> None:

@@ -1,0 +1,123 @@
+"""Kill -9 of everything that can be killed: an error in seconds, nothing held, nothing orphaned, a new load works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+from local_swarms import REPLY, Swarm, alive, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.e2e
+MODEL = "scripted"
+ERROR_WITHIN_S = 5.0
+"""The promise: a client hears of a lost stage within this."""
+
+
+def reading(swarm: Swarm, model: str = MODEL) -> Iterator[str]:
+    """A long reply, as a stream of texts."""
+    stream = swarm.openai.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "long"}], stream=True
+    )
+    for chunk in stream:
+        if text := chunk.choices[0].delta.content:
+            yield text
+
+
+def ask(swarm: Swarm, model: str = MODEL, text: str = "hello") -> str | None:
+    reply = swarm.openai.chat.completions.create(model=model, messages=[{"role": "user", "content": text}])
+    return reply.choices[0].message.content
+
+
+def lose(swarm: Swarm, texts: Iterator[str], kill: int) -> None:
+    """Kill a process in the middle of a reply; the client must hear of it in time, with the stable code."""
+    assert len(next(texts)) > 0
+    os.kill(kill, signal.SIGKILL)
+    killed_s = time.monotonic()
+    with pytest.raises(openai.APIError) as raised:
+        for _ in texts:
+            pass
+    assert raised.value.code == "stage_lost"
+    assert time.monotonic() - killed_s < ERROR_WITHIN_S
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_killed_worker(fresh_swarm: Swarm, stage: int) -> None:
+    swarm = fresh_swarm
+    status = swarm.load(MODEL)
+    swarm.load("scripted-two")
+    workers = swarm.worker_pids(MODEL)
+    peer = status["stages"][stage]["peer"]
+    other = reading(swarm, "scripted-two")
+    assert next(other)
+    lose(swarm, reading(swarm), workers[peer])
+    assert len("".join(other)) > 1000, "the other ring goes on"
+    wait_until(lambda: not any(alive(pid) for pid in workers.values()), "both workers have ended")
+    lost = swarm.status(MODEL)
+    assert lost["state"] == "lost"
+    assert f"stage {stage}" in lost["error"]["message"]
+    with pytest.raises(openai.APIStatusError, match="load it again"):
+        ask(swarm)
+    swarm.load(MODEL)
+    assert ask(swarm) == REPLY
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_killed_node_leaves_no_orphan(fresh_swarm: Swarm, stage: int) -> None:
+    swarm = fresh_swarm
+    status = swarm.load(MODEL)
+    workers = swarm.worker_pids(MODEL)
+    peer = status["stages"][stage]["peer"]
+    lose(swarm, reading(swarm), swarm.local.peers[peer].process.pid)
+    wait_until(lambda: not any(alive(pid) for pid in workers.values()), "no worker outlives its node or its ring")
+    assert swarm.status(MODEL)["state"] == "lost"
+    wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 3, "ps does not show the dead peer")
+    swarm.load(MODEL)
+    assert ask(swarm) == REPLY
+
+
+def test_a_worker_killed_during_a_prompt(fresh_swarm: Swarm) -> None:
+    swarm = fresh_swarm
+    status = swarm.load(MODEL)
+    workers = swarm.worker_pids(MODEL)
+    kill = workers[status["stages"][1]["peer"]]
+    threading.Timer(0.3, os.kill, (kill, signal.SIGKILL)).start()
+    with pytest.raises(openai.APIError) as raised:
+        ask(swarm, text="x" * 3500)
+    assert raised.value.code == "stage_lost"
+
+
+def test_a_killed_coordinator_leaves_no_workers_and_peers_come_back(fresh_swarm: Swarm) -> None:
+    swarm = fresh_swarm
+    swarm.load(MODEL)
+    workers = swarm.worker_pids(MODEL)
+    coordinator = swarm.local.coordinator
+    assert coordinator is not None
+    coordinator.kill()
+    wait_until(lambda: not any(alive(pid) for pid in workers.values()), "the workers have ended")
+    address = swarm.local.swarm
+    swarm.local.start_coordinator(swarm_listen=address, api_listen=swarm.local.api.removeprefix("http://"))
+    wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 4, "all peers joined again")
+    swarm.load(MODEL)
+    assert ask(swarm) == REPLY
+
+
+def test_a_stopped_node_ends_in_time_with_its_workers(fresh_swarm: Swarm) -> None:
+    swarm = fresh_swarm
+    swarm.load(MODEL)
+    workers = swarm.worker_pids(MODEL)
+    texts = reading(swarm)
+    assert next(texts)
+    for node in (*swarm.local.peers.values(), swarm.local.coordinator):
+        assert node is not None
+        asked_s = time.monotonic()
+        assert node.stop() == 0
+        assert time.monotonic() - asked_s < ERROR_WITHIN_S
+    assert not any(alive(pid) for pid in workers.values())

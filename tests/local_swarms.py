@@ -1,0 +1,94 @@
+"""Real swarms for tests: coordinator and peers as processes, each with its own directory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+
+from swarmnode.cli.client import ApiClient
+from swarmnode.cli.local_swarm import LocalSwarm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WAIT_S = 15.0
+
+REPLY = "Bees swarm in spring. 蜂の群れ 🐝 and that is all there is to say about it."
+SCRIPT = {
+    "replies": [
+        {"when": list(b"long"), "ids": list(b"abcdefghij") * 400},
+        {"when": list(b"broken"), "ids": list(b"this will fail"), "fail_at": 5},
+        {"when": list(b"early"), "ids": list(b"never"), "fail_at": 0},
+    ],
+    "default": list(REPLY.encode()),
+    "decode_ms": 1,
+    "prefill_ms_per_token": 0.2,
+}
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll until `condition` holds; a test that waits for another process has no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+class Swarm:
+    """A local swarm with the calls the tests make often."""
+
+    def __init__(self, local: LocalSwarm) -> None:
+        self.local = local
+        self.client = ApiClient(local.api)
+        self.http = httpx.Client(base_url=local.api, timeout=30, trust_env=False)
+        self.openai = openai.OpenAI(base_url=f"{local.api}/v1", api_key="none", max_retries=0)
+
+    def load(self, model: str, **options: Any) -> dict[str, Any]:
+        return self.client.post(f"/api/v1/models/{model}/load", {"wait": True, **options})
+
+    def unload(self, model: str, *, force: bool = True) -> dict[str, Any]:
+        return self.client.post(f"/api/v1/models/{model}/unload", {"force": force})
+
+    def status(self, model: str) -> dict[str, Any]:
+        return self.client.get(f"/api/v1/models/{model}/status")
+
+    def worker_pids(self, model: str) -> dict[str, int]:
+        """Pids of the model's stage workers, by peer name."""
+        return {stage["peer"]: stage["pid"] for stage in self.status(model)["stages"] if stage["pid"] is not None}
+
+    def quiet(self, model: str) -> bool:
+        """No request, session, cached token or reservation is left on any stage."""
+        status = self.status(model)
+        gauges = [status[key] for key in ("requests", "running", "waiting", "ending", "kv_reserved_tokens")]
+        stages = [stage[key] for stage in status["stages"] for key in ("sessions", "kv_tokens", "kv_bytes")]
+        return not any(gauges) and not any(stages)
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+        self.client.close()
+        self.local.stop()
+
+
+def start_swarm(folder: Path, models_root: Path, peers: int, environment: dict[str, str] | None = None) -> Swarm:
+    local = LocalSwarm(folder, models_root, environment or {})
+    try:
+        local.start_coordinator()
+        local.start_peers(*(f"peer-{index}" for index in range(peers)))
+    except BaseException:
+        local.stop()
+        raise
+    return Swarm(local)
