@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def count_layers(model: Path) -> int:
 
 def even_slices(layers: int, stages: int) -> list[tuple[int, int]]:
     cuts = [layers * i // stages for i in range(stages + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(pairwise(cuts))
 
 
 def make_model(folder: Path) -> Path:
@@ -115,7 +116,8 @@ def make_model(folder: Path) -> Path:
         architectures=["LlamaForCausalLM"],
     )
     shard = folder / "shards" / "stage-0"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(shard)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(shard)
     (folder / "tokenizer").mkdir()
     (shard / "config.json").rename(folder / "tokenizer" / "config.json")
     return folder

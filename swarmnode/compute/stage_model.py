@@ -55,8 +55,8 @@ class StageModel:
         self.num_layers = spec.end_layer - spec.first_layer
         self.dtype, self.device = dtype, device
         self._outer: Any = _build_on_meta(config, dtype, self.name)
-        self._base: Any = self._outer.model
         _check_parts(self._outer, spec, self.name)
+        self._base: Any = self._outer.model
         self.config: Any = self._outer.config
         self.tied = bool(getattr(self.config, "tie_word_embeddings", False))
         _slice(self._outer, spec)
@@ -159,14 +159,14 @@ def _build_on_meta(config: Mapping[str, Any], dtype: torch.dtype, name: str) -> 
         with torch.device("meta"):
             auto: Any = AutoModelForCausalLM
             return auto.from_config(parsed, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever a library makes of a stranger's config
         raise LoadRefused(f"architecture {name!r} cannot be built from its config: {str(error)[:500]}") from error
 
 
 def _check_parts(outer: Any, spec: StageSpec, name: str) -> None:
     """A stage knows what to do with embeddings, one list of layers, a norm, rotary tables and a head; nothing else."""
-    extra = [part for part, _ in outer.named_children() if part not in _OUTER_PARTS]
     base = getattr(outer, "model", None)
+    extra = [part for part, _ in outer.named_children() if part not in _OUTER_PARTS]
     if base is not None:
         extra += [part for part, _ in base.named_children() if part not in _PARTS]
     if extra or base is None or not all(hasattr(base, part) for part in ("embed_tokens", "layers", "norm")):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.loader import load_stage
 from swarmnode.errors import StageFailed
 from swarmnode.ids import SessionId
@@ -17,6 +16,8 @@ from tests.tiny_models import make_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from swarmnode.compute.engine import TorchEngine
 
 A, B = SessionId(1), SessionId(2)
 PROMPT = tuple(prompt_of(50))

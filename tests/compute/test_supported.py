@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarmnode.compute.spec import StageSpec, serving_dtype
+from swarmnode.compute.supported import SCRIPTED, check_supported
+from swarmnode.errors import LoadRefused
+
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": None}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["T5ForConditionalGeneration"]}, "not a …ForCausalLM"),
+    ({"architectures": None, "model_type": "vit"}, "'vit' cannot be served"),
+    ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "latent attention"),
+    ({"architectures": ["MambaForCausalLM"], "state_size": 16}, "recurrent state"),
+    ({"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
+    ({"layer_types": "full_attention"}, "not a list"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
+    ({"is_encoder_decoder": True}, "an encoder"),
+    ({"use_bidirectional_attention": True}, "later positions"),
+    ({"vision_config": {"a": 1}}, "images"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "'dynamic'"),
+    ({"model_type": 5}, "no model_type"),
+]
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}},
+    {"layer_types": ["sliding_attention", "full_attention"]},
+    {"use_bidirectional_attention": False, "rope_scaling": None},
+    {"architectures": [SCRIPTED], "model_type": "scripted"},
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LoadRefused, match=reason):
+        check_supported(LLAMA | change)
+
+
+@pytest.mark.parametrize("change", ACCEPTED, ids=str)
+def test_accepted(change: dict[str, Any]) -> None:
+    check_supported(LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "expected"),
+    [
+        ("auto", "F32", "float32"),
+        ("auto", "BF16", "bfloat16"),
+        ("auto", "F16", "bfloat16"),
+        ("float32", "BF16", "float32"),
+        ("bfloat16", "F32", "bfloat16"),
+    ],
+)
+def test_serving_dtype(asked: str, stored: str, expected: str) -> None:
+    assert serving_dtype(asked, stored) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_layer": 2, "end_layer": 2},
+        {"end_layer": 5},
+        {"is_first": False},
+        {"is_last": True},
+        {"dtype": "float64"},
+    ],
+    ids=str,
+)
+def test_a_spec_that_makes_no_sense_is_refused(changes: dict[str, Any], tmp_path: Any) -> None:
+    fine: dict[str, Any] = {"first_layer": 0, "end_layer": 2, "num_layers": 4, "is_first": True, "is_last": False}
+    StageSpec(tmp_path, (), **fine)
+    with pytest.raises(LoadRefused):
+        StageSpec(tmp_path, (), **fine | changes)
