@@ -78,6 +78,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise InvalidModel(
             f"{folder}: no {CONFIG}; a Hugging Face directory has config.json, *.safetensors and a tokenizer"
         )
+    _refuse_links_elsewhere(folder)
     config = read_json_object(folder / CONFIG)
     check_config(config, CONFIG)
     generation = folder / GENERATION_CONFIG
@@ -124,6 +125,20 @@ def config_int(config: dict[str, Any], key: str, default: int | None = None) -> 
     if type(value) is not int or not 1 <= value <= 1 << 28:
         raise InvalidModel(f"{CONFIG}: {key} is {str(value)[:80]}, expected is a positive integer")
     return value
+
+
+def _refuse_links_elsewhere(folder: Path) -> None:
+    """Text files are served to others as they are: a link must not make one of them some private file.
+
+    Links into the folder itself or the hub cache's blobs beside it are the way such folders are kept. Weights may lie
+    on another disk: whatever a link names there has to be safetensors.
+    """
+    home = folder.resolve()
+    allowed = (home, home.parent.parent / "blobs")
+    for path in folder.iterdir():
+        elsewhere = path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
+        if elsewhere and path.suffix != ".safetensors":
+            raise InvalidModel(f"{path.name}: is a link to a place outside {folder}; put the file itself there")
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -47,23 +47,23 @@ class Registry:
 
     def models(self) -> tuple[Manifest, ...]:
         """All servables, by id."""
-        self._scan()
-        found = (scanned.manifest for _, scanned in sorted(self._scanned.items()))
+        found = (scanned.manifest for _, scanned in sorted(self._scan().items()))
         return tuple(manifest for manifest in found if manifest is not None)
 
     def problems(self) -> dict[str, str]:
         """Folders that look like servables and are not served, each with the reason."""
-        self._scan()
-        return {name: scanned.problem for name, scanned in sorted(self._scanned.items()) if scanned.manifest is None}
+        return {name: scanned.problem for name, scanned in sorted(self._scan().items()) if scanned.manifest is None}
 
     def get(self, model: str) -> Manifest:
         """One servable; raises ModelNotFound that names the served ids, or why this one is not served."""
-        models = {manifest.id: manifest for manifest in self.models()}
-        if model in models:
-            return models[model]
-        if model in self._scanned:
-            raise ModelNotFound(f"model {model!r} cannot be served: {self._scanned[model].problem}", param="model")
-        raise ModelNotFound(f"model {model[:120]!r} is not served here; {_served(sorted(models))}", param="model")
+        scanned = self._scan()
+        found = scanned.get(model)
+        if found is None:
+            served = sorted(name for name, other in scanned.items() if other.manifest is not None)
+            raise ModelNotFound(f"model {model[:120]!r} is not served here; {_served(served)}", param="model")
+        if found.manifest is None:
+            raise ModelNotFound(f"model {model!r} cannot be served: {found.problem}", param="model")
+        return found.manifest
 
     def file_path(self, model: str, entry: FileEntry) -> Path:
         """Where a file of a servable lies; raises InvalidModel unless it is a plain file of the recorded size.
@@ -87,20 +87,25 @@ class Registry:
             members.append(Member(f"{manifest.id}/{entry.path}", entry.size, partial(_open, path)))
         return Archive(tuple(members), modified_s=manifest.created)
 
-    def _scan(self) -> None:
+    def _scan(self) -> dict[str, _Scanned]:
+        """What is there now, by folder name; a new dictionary each time, so that threads may ask at once."""
+        before = self._scanned
         try:
             with os.scandir(self.root) as entries:
                 names = [e.name for e in entries if not e.name.startswith(HIDDEN_PREFIX)]
         except FileNotFoundError:
             names = []  # nothing was imported yet
+        except OSError as error:
+            raise InvalidModel(f"the models root {self.root} cannot be read: {error.strerror}") from error
         scanned: dict[str, _Scanned] = {}
         for name in names:
             fingerprint = _fingerprint(self.root / name)
             if fingerprint is None:
                 continue  # a file, or a folder that is no servable and does not claim to be one
-            known = self._scanned.get(name)
+            known = before.get(name)
             scanned[name] = known if known and known.fingerprint == fingerprint else self._read(name, fingerprint)
         self._scanned = scanned
+        return scanned
 
     def _read(self, name: str, fingerprint: _Fingerprint) -> _Scanned:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,14 @@ def checkpoint_from_gguf(gguf: Path, target: Path, report: Report) -> Path:
         if result != 0:
             log.seek(-min(_LOG_TAIL_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
             tail = log.read().decode(errors="replace").strip()
-            raise InvalidModel(f"{gguf.name}: the converter ended with status {result}: {tail}")
+            raise InvalidModel(f"{gguf.name}: the converter ended with status {result}{_why(result)}: {tail}")
     return target
+
+
+def _why(status: int) -> str:
+    if status != -signal.SIGKILL:
+        return ""
+    return " (the system ended it, most likely for lack of memory: it takes up to six bytes for each parameter)"
 
 
 def _convert(gguf: Path, target: Path, log: IO[bytes], report: Report) -> int:

@@ -103,20 +103,19 @@ def _forget_others(downloads: Path, folder: Path) -> None:
 
 def _needed_bytes(files: list[_HubFile], folder: Path) -> int:
     """What is still to be downloaded, and the servable that is then cut from all of it."""
-    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+    there = sum(path.stat().st_size for path in folder.iterdir())
     total = sum(file.size for file in files)
     return 2 * total - min(there, total)
 
 
 def _bring(hub_id: str, commit: str, file: _HubFile, folder: Path, progress: _Progress) -> None:
-    """Make folder/name a whole, checked file: what is there, a link into the hub cache, or a download."""
+    """Make folder/name a whole, checked file: what is there, what the hub cache holds, or a download."""
     from huggingface_hub import try_to_load_from_cache
 
     target = folder / file.name
     cached = try_to_load_from_cache(hub_id, file.name, revision=commit)
     if not target.exists() and isinstance(cached, str):
-        target.unlink(missing_ok=True)  # a link into a cache that was cleared
-        target.symlink_to(Path(cached).resolve())
+        _take(Path(cached).resolve(), target)
     if target.exists():
         progress.advance(file.size, file.name)
         return
@@ -126,6 +125,16 @@ def _bring(hub_id: str, commit: str, file: _HubFile, folder: Path, progress: _Pr
         partial.unlink()
         raise FetchFailed(f"{hub_id}/{file.name}: what came does not have the hub's checksum; try again")
     partial.rename(target)
+
+
+def _take(cached: Path, target: Path) -> None:
+    """A hard link where both are on one disk, else a copy."""
+    try:
+        target.hardlink_to(cached)
+    except OSError:
+        partial = target.with_name(f"{target.name}{_PARTIAL_SUFFIX}")
+        shutil.copyfile(cached, partial)
+        partial.rename(target)
 
 
 def _download(hub_id: str, commit: str, file: _HubFile, partial: Path, progress: _Progress) -> None:

@@ -7,7 +7,7 @@ import tarfile
 from typing import IO, TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.catalog.archive import Archive, Member
@@ -41,6 +41,7 @@ def test_a_servable_comes_whole(root: Path, servable: Manifest, tmp_path: Path) 
 paths = st.lists(st.text("aé-", min_size=1, max_size=90), min_size=1, max_size=4).map("/".join)
 
 
+@settings(deadline=None)
 @given(files=st.dictionaries(paths, st.binary(max_size=1500), max_size=5))
 def test_any_names_and_sizes_are_read_back(files: dict[str, bytes]) -> None:
     archive = Archive(tuple(member(path, content) for path, content in files.items()))

@@ -359,3 +359,24 @@ def test_a_root_that_cannot_be_written_is_named(tiny_llama: Path, tmp_path: Path
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidRequest, match=r"importing tiny-llama: .*file"):
         import_model(str(tiny_llama), tmp_path / "file" / "models")
+
+
+def test_a_link_to_a_private_file_is_not_imported(source: Path, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text("private")
+    (source / "merges.txt").symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(InvalidModel, match=r"merges\.txt: is a link to a place outside"):
+        import_model(str(source), root)
+
+
+def test_links_of_a_hub_cache_and_weights_on_another_disk_are_followed(
+    source: Path, root: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--owner--tiny" / "snapshots" / "0123"
+    blobs = tmp_path / "models--owner--tiny" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(source.iterdir())):
+        place = path if path.suffix == ".safetensors" else path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(place)
+    manifest = import_model(str(snapshot), root, model_id="linked")
+    assert Registry(root).models() == (manifest,)

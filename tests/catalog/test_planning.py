@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
@@ -62,6 +62,7 @@ def test_a_stage_reads_the_shards_its_layers_overlap(
     assert names == ["tokenizer/config.json", *(f"shards/stage-{i}/model.safetensors" for i in expected)]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_every_layer_is_in_a_shard_that_its_stage_reads(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 20))

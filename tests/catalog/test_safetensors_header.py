@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -127,6 +127,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_header(tmp_path / "gone.safetensors")
 
 
+@settings(deadline=None)
 @given(header=st.binary(max_size=200), data_bytes=st.integers(0, 64))
 def test_any_bytes_are_read_or_refused(header: bytes, data_bytes: int) -> None:
     try:
@@ -146,6 +147,7 @@ entries_like = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(fields=st.dictionaries(st.text(max_size=4), entries_like, max_size=4), data_bytes=st.integers(0, 64))
 def test_what_is_accepted_is_true(fields: dict[str, Any], data_bytes: int) -> None:
     try:
@@ -164,6 +166,7 @@ def check_truth(entries: dict[str, TensorEntry], begin: int, data_bytes: int) ->
     assert data_bytes == sum(entry.size_bytes for entry in entries.values())
 
 
+@settings(deadline=None)
 @given(
     tensors=st.dictionaries(
         st.text("abc.é", min_size=1, max_size=8),

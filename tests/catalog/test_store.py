@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.catalog import disk
@@ -60,6 +60,7 @@ def test_a_file_counts_once_it_is_whole(store: ShardStore) -> None:
     assert store.missing([entry]) == ()
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, len(CONTENT)), max_size=5))
 def test_a_download_continues_where_it_was_broken(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
     store = ShardStore(tmp_path_factory.mktemp("peer"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.cluster.partition import balanced_boundaries
@@ -23,6 +23,7 @@ def rank(costs: list[int], first: int, last: int, boundaries: tuple[int, ...]) -
     return max(sums), sum(s * s for s in sums)
 
 
+@settings(deadline=None)
 @given(
     costs=st.lists(st.integers(0, 50), min_size=1, max_size=9),
     first=st.integers(0, 120),
@@ -50,9 +51,7 @@ def test_no_cut_has_a_smaller_peak_or_is_more_even(
         ([9, 1, 1, 1, 1], 0, 0, 2, (1,)),
     ],
 )
-def test_cuts(
-    costs: list[float], first: float, last: float, stages: int, expected: tuple[int, ...]
-) -> None:
+def test_cuts(costs: list[float], first: float, last: float, stages: int, expected: tuple[int, ...]) -> None:
     assert balanced_boundaries(costs, first, last, stages) == expected
 
 
