@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 READ_BYTES = 1 << 20
 """As much as an enlarged pipe can hold."""
-_IOV_MAX = 512
+IOV_MAX = 512
 """Buffers in one writev; the kernel's limit is 1024."""
 
 
@@ -55,12 +55,12 @@ class FrameWriter:
         buffers: list[Buffer] = [part for frame in frames for part in encode(frame) if len(part)]
         try:
             while buffers:
-                _drop(buffers, os.writev(self._fd, buffers[:_IOV_MAX]))
+                drop_front(buffers, os.writev(self._fd, buffers[:IOV_MAX]))
         except BrokenPipeError as error:
             raise LinkBroken("the pipe's other end is closed") from error
 
 
-def _drop(buffers: list[Buffer], n_bytes: int) -> None:
+def drop_front(buffers: list[Buffer], n_bytes: int) -> None:
     """Take `n_bytes` off the front."""
     done = 0
     while done < len(buffers) and n_bytes >= len(buffers[done]):

@@ -42,10 +42,11 @@ class DirectChannel(Channel):
         """Nothing after a bad frame can be read, but the other side can still be told why."""
 
     async def send(self, frame: Frame) -> None:
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         while self._broken is None and self._full:
             await self._connection.written()
         self._queue(frame)
+        await trio.lowlevel.cancel_shielded_checkpoint()  # the writer gets its turn now, not after the caller
 
     def send_nowait(self, frame: Frame) -> None:
         if self._full:

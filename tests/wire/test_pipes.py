@@ -82,7 +82,7 @@ async def test_the_end_inside_a_frame_is_a_broken_link() -> None:
 
 
 def worker_in_end(pipe: FramePipe) -> int:
-    return pipe._send_stream.fileno()
+    return pipe._send_fd
 
 
 async def test_rubbish_on_a_workers_output_is_a_protocol_error() -> None:
@@ -112,7 +112,7 @@ async def test_closing_wakes_a_receiver() -> None:
     async with trio.open_nursery() as nursery:
 
         async def receive() -> None:
-            with pytest.raises(LinkBroken, match="output is closed"):
+            with pytest.raises(LinkBroken, match="pipe to the worker was closed"):
                 await pipe.receive()
 
         nursery.start_soon(receive)
