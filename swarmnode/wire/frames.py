@@ -77,6 +77,7 @@ def decode(data: Buffer) -> Frame:
 
 def _unpack_header(view: memoryview) -> tuple[dict[str, Any], int]:
     unpacker = msgpack.Unpacker(
+        read_size=_FIRST_LOOK_BYTES,
         max_buffer_size=limits.MAX_HEADER_BYTES,
         strict_map_key=True,
         max_str_len=limits.MAX_HEADER_BYTES,

@@ -13,7 +13,7 @@ from swarmnode.wire import limits
 from swarmnode.wire.types import Flag, Int, Ints, Number, Numbers, OneOf, SamplingList, Text, Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from swarmnode.wire.types import ValueType
 
@@ -38,19 +38,21 @@ class Kind:
     group: str
     keys: Mapping[str, Key]
     body: BodyRule
+    checks: tuple[tuple[str, Callable[[object], bool]], ...]
+    """`keys` as every frame needs them: looked up once, not per frame."""
 
     def check_header(self, header: Mapping[str, Any]) -> dict[str, Any]:
         """The header's known keys; raises ProtocolError that names the key and what it may be."""
         known = {}
-        for name, key in self.keys.items():
-            if name not in header:
-                if key.required:
-                    raise ProtocolError(f"a {self.name} frame came without {name} ({key.type.text})")
-                continue
-            value = header[name]
-            if not key.type.accepts(value):
-                raise ProtocolError(f"a {self.name} frame has {name}={value!r:.80}; it must be {key.type.text}")
-            known[name] = value
+        for name, accepts in self.checks:
+            if name in header:
+                value = header[name]
+                if not accepts(value):
+                    text = self.keys[name].type.text
+                    raise ProtocolError(f"a {self.name} frame has {name}={value!r:.80}; it must be {text}")
+                known[name] = value
+            elif self.keys[name].required:
+                raise ProtocolError(f"a {self.name} frame came without {name} ({self.keys[name].type.text})")
         return known
 
     def check_body(self, header: Mapping[str, Any], size: int) -> None:
@@ -124,7 +126,8 @@ _CHANNEL_PARAMETERS = (_maybe("ring", _ID), _maybe("epoch", _EPOCH), _maybe("lan
 
 
 def _kind(name: str, group: str, keys: tuple[Key, ...], body: BodyRule = "none") -> Kind:
-    return Kind(name, group, {key.name: key for key in keys}, body)
+    checks = tuple((key.name, key.type.accepts) for key in keys)
+    return Kind(name, group, {key.name: key for key in keys}, body, checks)
 
 
 def _link_kinds() -> tuple[Kind, ...]:
