@@ -188,5 +188,5 @@ def test_a_file_that_changed_after_the_scan_is_refused(root: Path, servable: Man
 
 def test_a_root_that_is_no_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InvalidModel, match="models root .*file cannot be read"):
+    with pytest.raises(InvalidModel, match=r"models root .*file cannot be read"):
         Registry(tmp_path / "file").models()

@@ -10,7 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tiny_models import IM_END, make_tokenizer
+from tiny_gguf import write_gguf
+from tiny_models import IM_END, make_tiny, make_tokenizer
 
 from swarmnode.catalog import disk, source_gguf
 from swarmnode.catalog.importing import import_model
@@ -175,3 +176,28 @@ def test_a_broken_file_ends_in_one_error_line(gguf: Path, root: Path) -> None:
     with pytest.raises(InvalidModel, match=r"Tiny-Model\.Q4_1\.gguf: transformers cannot read it"):
         import_model(str(gguf), root)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_real_gguf_becomes_a_servable_with_the_same_weights_and_ids(tmp_path: Path, root: Path) -> None:
+    """The whole path without the demo model: dequantizing, tokenizer, template and the end of a turn."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    source = make_tiny(tmp_path / "source", "qwen2", num_layers=2)
+    write_gguf(source, tmp_path / "tiny.gguf")
+    manifest = import_model(str(tmp_path / "tiny.gguf"), root, stages=2)
+    assert (manifest.architecture.name, manifest.dtype) == ("Qwen2ForCausalLM", "bfloat16")
+    assert manifest.architecture.context_tokens == 2048
+    written = load_file(root / "tiny/shards/stage-0/model.safetensors")
+    written |= load_file(root / "tiny/shards/stage-1/model.safetensors")
+    original = load_file(source / "model.safetensors")
+    assert set(written) == set(original)
+    for name, tensor in original.items():
+        assert torch.equal(written[name], tensor.to(torch.bfloat16)), name
+    before, after = (AutoTokenizer.from_pretrained(f) for f in (source, root / "tiny" / "tokenizer"))
+    for text in (*ROUND_TRIP_TEXTS, "<|im_start|>user\nhi<|im_end|>"):
+        assert after(text).input_ids == before(text).input_ids
+    chat = [{"role": "user", "content": "Hello"}]
+    assert after.apply_chat_template(chat, tokenize=False) == before.apply_chat_template(chat, tokenize=False)
+    assert manifest.eos_token_ids == (0, before.convert_tokens_to_ids(IM_END))
