@@ -16,6 +16,7 @@ import trio
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
+from swarmnode.cluster.placement import ALL_CAPABILITIES
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
 from swarmnode.ids import BootId, NodeId
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 COORDINATOR = "coordinator"
 PEER = "peer"
-CAPABILITIES = ("serve-n-stage", "serve-concurrent", "serve-kv-budget", "serve-one-stage")
-"""What this version can do as a stage; a coordinator refuses or degrades where one is missing and names the node."""
 EXIT_FORCED = 1
 
 _log = logging.getLogger(__name__)
@@ -54,6 +53,8 @@ class NodeOptions:
     data_dir: Path | None
     name: str | None
     resources: PeerResources
+    advertise: Address | None = None
+    """What other nodes are told to dial; None: the address the swarm port is bound to."""
 
     def __post_init__(self) -> None:
         if PEER in self.roles and COORDINATOR not in self.roles and self.join is None:
@@ -98,7 +99,7 @@ class _Node:
                 _listen, self._options.swarm_listen, self._serve_channel, identity, traffic
             )
             context = NodeContext(
-                identity=replace(identity, listen=(str(address),)),
+                identity=replace(identity, listen=(str(self._options.advertise or address),)),
                 settings=self._settings,
                 transport=direct,
                 traffic=traffic,
@@ -180,7 +181,7 @@ def _identity(options: NodeOptions, settings: Settings) -> Identity:
         boot=BootId(uuid.uuid4().hex),
         name=options.name or f"{os.uname().nodename.split('.')[0]}-{node[:4]}",
         roles=options.roles,
-        capabilities=CAPABILITIES if PEER in options.roles else (),
+        capabilities=tuple(sorted(ALL_CAPABILITIES)) if PEER in options.roles else (),
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnode.errors import LinkBroken, SwarmError, from_wire
+from swarmnode.errors import ContextTooLong, InternalError, InvalidRequest, LinkBroken, SwarmError, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,19 +89,22 @@ class ApiClient:
             raise LinkBroken(f"the API at {self.base_url} broke off: {error or type(error).__name__}") from error
 
 
-def default_api() -> str:
-    return os.environ.get(API_VARIABLE, DEFAULT_API)
-
-
 def _error_of(response: httpx.Response) -> SwarmError:
     try:
-        return _from_body(response.json())
+        return _from_body(response.json(), response.status_code)
     except ValueError:
         return LinkBroken(f"HTTP {response.status_code} without a JSON body; is this a swarmnode API?")
 
 
-def _from_body(body: Mapping[str, Any]) -> SwarmError:
+def _from_body(body: Mapping[str, Any], status: int | None = None) -> SwarmError:
+    """The error of an OpenAI error body; codes that only the API knows are told by their status."""
     error = body.get("error")
     if not isinstance(error, dict):
         raise ValueError("no error object")
-    return from_wire(str(error.get("code") or "internal_error"), str(error.get("message", "")))
+    code, message = str(error.get("code") or ""), str(error.get("message", ""))
+    found = from_wire(code, message)
+    if type(found) is not InternalError:
+        return found
+    if status == ContextTooLong.status or code == "context_length_exceeded":
+        return ContextTooLong(message)
+    return InvalidRequest(message) if status is not None and status < InternalError.status else InternalError(message)

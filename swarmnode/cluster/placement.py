@@ -24,6 +24,14 @@ WORKER_BYTES = 350 << 20
 """What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
 
 
+SERVE_N_STAGE = "serve-n-stage"
+SERVE_ONE_STAGE = "serve-one-stage"
+SERVE_CONCURRENT = "serve-concurrent"
+SERVE_KV_BUDGET = "serve-kv-budget"
+ALL_CAPABILITIES = frozenset({SERVE_N_STAGE, SERVE_ONE_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET})
+"""What this version's peers can do; a ring is refused over a peer that lacks what it needs, and the peer is named."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What placement needs to know of a model; parameters per layer, values of KV per position and layer."""
@@ -48,6 +56,7 @@ class PeerResources:
     memory_bytes: int
     busy_with: str | None = None
     """The model it already holds, where it may hold no further one."""
+    capabilities: frozenset[str] = ALL_CAPABILITIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,7 @@ def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResou
             f"exported with, not {stages}"
         )
     chosen = _choose_peers(request, stages, peers)
+    _check_capabilities(chosen)
     cuts = (0, *_boundaries(shape, stages), layers)
     plans = tuple(
         _stage_plan(shape, request.dtype, peer, first, end)
@@ -135,6 +145,18 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
             raise LoadRefused(f"peer {name} already serves {found[0].busy_with}; unload it first")
         chosen.append(found[0])
     return chosen
+
+
+def _check_capabilities(chosen: Sequence[PeerResources]) -> None:
+    """Every stage's peer must speak this ring's dialect."""
+    ring = SERVE_ONE_STAGE if len(chosen) == 1 else SERVE_N_STAGE
+    for peer in chosen:
+        missing = {ring, SERVE_CONCURRENT, SERVE_KV_BUDGET} - peer.capabilities
+        if missing:
+            raise LoadRefused(
+                f"peer {peer.name} cannot serve this ring: it lacks {', '.join(sorted(missing))}; "
+                "update swarmnode there, or name other peers"
+            )
 
 
 def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
-from swarmnode.roles.planning import plan_ring
+from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
 
@@ -77,6 +77,7 @@ class Coordinator:
         self._epoch += 1
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self.registry.get(model)
+        check_architecture(self.registry, manifest)
         offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
         planned = plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
         ring = LoadedRing(planned, self.post, self._ring_over)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -15,7 +15,7 @@ from swarmnode.ids import ModelId, RequestId
 from swarmnode.ring.work import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 
     from swarmnode.catalog.manifest import Manifest
     from swarmnode.roles.coordinator import Coordinator
@@ -70,7 +70,8 @@ class Gateway:
 
     @asynccontextmanager
     async def archive(self, model: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        yield _read_in_thread(self._coordinator.registry.archive(model).chunks())
+        async with aclosing(_read_in_thread(self._coordinator.registry.archive(model).chunks())) as parts:
+            yield parts
 
     # loads
 
@@ -136,7 +137,8 @@ class Gateway:
         ring = self._serving_ring(request.model)
         stream = ring.open(RequestId(uuid.uuid4().hex), _open_body(request))
         try:
-            yield _events(stream, ring)
+            async with aclosing(_events(stream, ring)) as events:
+                yield events
         finally:
             ring.close(stream)
 
@@ -155,7 +157,7 @@ class Gateway:
         return ring
 
 
-async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncIterator[ChatEvent]:
+async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncGenerator[ChatEvent, None]:
     """The stream's events; Done gets the route its hidden states took."""
     while True:
         event = await stream.next()
@@ -172,7 +174,7 @@ async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncIterator[Chat
         yield event
 
 
-async def _read_in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _read_in_thread(chunks: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     """Chunks that come from a disk, read without holding up the node's loop."""
     while (chunk := await trio.to_thread.run_sync(next, chunks, None)) is not None:
         yield chunk

@@ -39,4 +39,10 @@ class Member:
         return bool(self.beat)
 
     def resources(self, busy_with: str | None) -> PeerResources:
-        return PeerResources(self.node, self.identity.name, int(self.beat.get("memory_bytes", 0)), busy_with)
+        return PeerResources(
+            node=self.node,
+            name=self.identity.name,
+            memory_bytes=int(self.beat.get("memory_bytes", 0)),
+            busy_with=busy_with,
+            capabilities=frozenset(self.identity.capabilities),
+        )

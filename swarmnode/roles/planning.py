@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.planning import stage_files
 from swarmnode.cluster.placement import ModelShape, Plan, PlanRequest, plan_load
-from swarmnode.errors import LoadRefused
+from swarmnode.compute.supported import SCRIPTED, check_supported
+from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
 
 if TYPE_CHECKING:
@@ -15,12 +17,15 @@ if TYPE_CHECKING:
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
+    from swarmnode.catalog.registry import Registry
     from swarmnode.cluster.placement import PeerResources
     from swarmnode.config import Settings
     from swarmnode.ids import RingId
 
 SERVING_DTYPES = ("auto", "float32", "bfloat16")
-SCRIPTED = "Scripted"
+CONFIG_PATH = "tokenizer/config.json"
+MAX_CONFIG_BYTES = 4 << 20
+"""The largest known config.json, with a vocabulary of extras in it, has a few hundred KiB."""
 WAITING_BEYOND_IN_FLIGHT = 8
 
 
@@ -53,6 +58,18 @@ def serving_dtype(asked: str, stored: str) -> str:
     if asked != "auto":
         return asked
     return "float32" if stored == "float32" else "bfloat16"
+
+
+def check_architecture(registry: Registry, manifest: Manifest) -> None:
+    """Raise LoadRefused where this version cannot serve the model in stages, by its config alone."""
+    entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
+    if entry is None or entry.size > MAX_CONFIG_BYTES:
+        raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
+    try:
+        config = json.loads(registry.file_path(manifest.id, entry).read_bytes())
+    except ValueError as error:
+        raise InvalidModel(f"{manifest.id}: {CONFIG_PATH} is not JSON ({error}); import it again") from error
+    check_supported(config)
 
 
 def plan_ring(
