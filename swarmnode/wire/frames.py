@@ -20,6 +20,7 @@ Buffer = bytes | bytearray | memoryview
 LENGTH_BYTES = 4
 _FIRST_LOOK_BYTES = 1 << 10
 """Most headers are shorter; only a longer one makes the parser take a second, larger bite."""
+_SMALL_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,39 +110,43 @@ def _refuse_extension(code: int, data: bytes) -> object:
 
 
 class FrameDecoder:
-    """Bytes in, whole frames out. After a ProtocolError it must not be fed again."""
+    """Bytes in, whole frames out. After a ProtocolError it must not be fed again.
+
+    A large frame is put together once, from the pieces as they came: growing one buffer would copy it again.
+    """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    @property
-    def buffered(self) -> int:
+        self._parts: list[Buffer] = []
+        self._wanted = LENGTH_BYTES
+        self.buffered = 0
         """Bytes of a frame that is not whole yet."""
-        return len(self._buffer)
 
     def feed(self, data: Buffer) -> list[Frame]:
-        """Take bytes as they came; returns the frames they completed, in order."""
-        if not self._buffer:
-            frames, rest = _split(bytes(data) if isinstance(data, bytearray) else data)
-            self._buffer += rest
-            return frames
-        self._buffer += data
-        if self._wants_more():
+        """Take bytes as they came; returns the frames they completed, in order. `data` must not change afterwards."""
+        self._keep(data)
+        if self.buffered < self._wanted:
             return []
-        frames, rest = _split(bytes(self._buffer))
-        self._buffer = bytearray(rest)
+        whole = memoryview(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
+        self._parts, self.buffered = [], 0
+        frames, rest, self._wanted = _split(whole)
+        self._keep(rest)
         return frames
 
-    def _wants_more(self) -> bool:
-        if len(self._buffer) < LENGTH_BYTES:
-            return True
-        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
-        check_length(length)
-        return len(self._buffer) < LENGTH_BYTES + length
+    def _keep(self, data: Buffer) -> None:
+        """Remember bytes; small ones are joined, so that a frame sent byte by byte costs no object per byte."""
+        if not len(data):
+            return
+        self.buffered += len(data)
+        if len(data) >= _SMALL_BYTES or not self._parts:
+            self._parts.append(data)
+        elif isinstance(self._parts[-1], bytearray):
+            self._parts[-1] += data
+        else:
+            self._parts.append(bytearray(data))
 
 
-def _split(data: bytes | memoryview) -> tuple[list[Frame], memoryview]:
-    view = memoryview(data)
+def _split(view: memoryview) -> tuple[list[Frame], memoryview, int]:
+    """The whole frames in `view`, what is left, and how much that has to grow to."""
     frames: list[Frame] = []
     start = 0
     while len(view) - start >= LENGTH_BYTES:
@@ -149,7 +154,7 @@ def _split(data: bytes | memoryview) -> tuple[list[Frame], memoryview]:
         check_length(length)
         end = start + LENGTH_BYTES + length
         if end > len(view):
-            break
+            return frames, view[start:], end - start
         frames.append(decode(view[start + LENGTH_BYTES : end]))
         start = end
-    return frames, view[start:]
+    return frames, view[start:], LENGTH_BYTES
