@@ -45,6 +45,19 @@ class _Entry(nn.Module):
         return self.layer(arrived, *args, **kwargs)
 
 
+class _Exit(nn.Module):
+    """An earlier stage's final norm: lets rows pass, and counts; a family that norms its inputs with the same module
+    (NanoChat does) would lose that norm here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return rows
+
+
 class StageModel:
     """The slice, ready to be filled (`parameters`) and run (`hidden`, `logits`)."""
 
@@ -131,6 +144,10 @@ class StageModel:
                 f"architecture {self.name!r} cannot be served: of {self.num_layers} layers "
                 f"{step.updates} used the cache"
             )
+        if not self.is_last:
+            calls, self._base.norm.calls = self._base.norm.calls, 0
+            if calls != 1:
+                raise LoadRefused(f"architecture {self.name!r} cannot be served: it uses its final norm {calls} times")
         return out
 
     def _checkpoint_name(self, name: str) -> str:
@@ -188,7 +205,7 @@ def _slice(outer: Any, spec: StageSpec) -> None:
     if not spec.is_first:
         base.embed_tokens = nn.Identity()
     if not spec.is_last:
-        base.norm = nn.Identity()
+        base.norm = _Exit()
         outer.lm_head = nn.Identity()
 
 

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
 
 SCRIPTED = "Scripted"
 """Architecture name of servables that `compute/scripted.py` replays."""
-PARITY_TESTED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+PARITY_TESTED = (
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 """model_types whose tokens the tests compare with transformers' own; others run if nothing below refuses them."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -36,6 +48,9 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "num_kv_shared_layers": "layers that share a KV cache",
     "attention_chunk_size": "chunked attention",
     "altup_num_inputs": "alternating updates",
+    "num_experts": "experts (stored apart from the way they are computed)",
+    "num_local_experts": "experts (stored apart from the way they are computed)",
+    "n_routed_experts": "experts (stored apart from the way they are computed)",
     "quantization_config": "weights stored quantized",
     "cross_attention_layers": "cross attention",
     "vision_config": "images",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmnode.compute.loader import load_stage
+from swarmnode.errors import LoadRefused
 from swarmnode.ring.work import Sampling
 from tests.compute.chains import Chain, Reference, even_cuts, generate, prompt_of, stage_specs
 from tests.tiny_models import FAMILIES, make_tiny
@@ -119,24 +120,46 @@ def test_bfloat16_is_the_same_over_any_stages(tmp_path: Path) -> None:
         assert loaded.chain(stages, dtype="bfloat16").reply(0, PROMPTS[0], NEW_TOKENS, 32) == one
 
 
-def test_softcapped_attention_and_scaled_inputs_of_gemma2(tmp_path: Path, parity: Parity) -> None:
-    """Gemma 2 scales its input embeddings in the model's forward and caps its attention scores."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+OTHERS = {
+    "cohere2": {"sliding_window": 20},  # parallel blocks, global layers without positions, scaled logits
+    "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},  # scaled inputs
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "olmo2": {},  # norms after the blocks
+    "phi3": {},  # fused projections
+    "smollm3": {},  # some layers without positions
+}
 
-    config = Gemma2Config(
-        vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, sliding_window=20, query_pre_attn_scalar=16, attn_logit_softcapping=5.0,
-        final_logit_softcapping=4.0, max_position_embeddings=512,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = Gemma2ForCausalLM(config).eval()
-    with torch.no_grad():
+
+def write_random(path: Path, model_type: str, settings: dict[str, Any]) -> Any:
+    """A random checkpoint of any family; returns it as transformers loads it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **shape, **heads, **tokens, **settings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.08)
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_families_whose_forward_does_more_than_llamas(model_type: str, tmp_path: Path, parity: Parity) -> None:
+    model = write_random(tmp_path / "model", model_type, OTHERS[model_type])
+    references = {session: generate(model, prompt, 12) for session, prompt in PROMPTS.items()}
     for stages in (1, 3):
         specs = stage_specs(tmp_path / "model", tmp_path / f"over-{stages}", LAYERS, even_cuts(LAYERS, stages))
         chain = Chain([load_stage(spec) for spec in specs])
         for session, prompt in PROMPTS.items():
-            parity.check(chain.reply(session, prompt, 12, 32), generate(model, prompt, 12))
+            parity.check(chain.reply(session, prompt, 12, 32), references[session])
+
+
+def test_a_family_that_norms_its_inputs_too_is_refused(tmp_path: Path) -> None:
+    write_random(tmp_path / "model", "nanochat", {})
+    first, _ = stage_specs(tmp_path / "model", tmp_path / "s", LAYERS, [0, 2, LAYERS])
+    with pytest.raises(LoadRefused, match="uses its final norm 2 times"):
+        load_stage(first)

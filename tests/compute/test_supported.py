@@ -17,6 +17,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
     ({"layer_types": "full_attention"}, "not a list"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
+    ({"num_local_experts": 8}, "it has experts"),
     ({"is_encoder_decoder": True}, "an encoder"),
     ({"use_bidirectional_attention": True}, "later positions"),
     ({"vision_config": {"a": 1}}, "images"),
