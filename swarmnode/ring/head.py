@@ -409,6 +409,9 @@ class Head:
         session = self._alive(answer.session)
         if session is None or session.gen != answer.gen or session.phase is not Phase.PREFILL:
             return
+        if answer.pos != session.answered:
+            return
+        session.answered += answer.n
         session.pieces_in_flight -= 1
         self.progress.observe(now - session.progress_s)
         session.progress_s = now

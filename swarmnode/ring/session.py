@@ -65,6 +65,8 @@ class Session:
     next_piece: int = 0
     """First prompt position not yet run on stage 0."""
     pieces_in_flight: int = 0
+    answered: int = 0
+    """First prompt position whose piece has not come back."""
     generated: int = 0
     last_token: int | None = None
     """Set while the session is ready for its next decode step; None while a step is in flight."""

@@ -1,0 +1,243 @@
+"""One later stage alone (DESIGN section 7): generations, positions, floors, and what it answers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.ids import SessionId
+from swarmnode.ring.messages import End, Ended, Envelope, Failed, Group, Piece, Probe, RingMessage, Row, Tokens
+from swarmnode.ring.stage import Stage
+from swarmnode.ring.work import Activation, Failure, GroupWork, PieceWork, WorkResult
+
+ONE, TWO = SessionId(1), SessionId(2)
+
+
+def rows(count: int) -> Activation:
+    return Activation("float32", (count, 1), bytes(range(4 * count)))
+
+
+def piece(session: SessionId, pos: int, n: int, gen: int = 0, last: bool = False) -> Piece:
+    return Piece(session, gen, pos, (5,) * n, last, rows(n))
+
+
+def group(*parts: tuple[SessionId, int, int]) -> Group:
+    return Group(tuple(Row(session, gen, pos) for session, gen, pos in parts), rows(len(parts)))
+
+
+def run(stage: Stage, *messages: RingMessage) -> list[GroupWork | PieceWork]:
+    """Hand the messages over and run everything; what ran."""
+    for message in messages:
+        lane = "pre" if isinstance(message, Piece) else "act"
+        stage.receive(Envelope(lane, message), 0.0)
+    works = []
+    while (work := stage.next_work(0.0)) is not None:
+        works.append(work)
+        count = len(work.ids) if isinstance(work, PieceWork) else len(work.rows)
+        result = WorkResult(tokens=(7,) * count) if stage.is_last else WorkResult(hidden=rows(count))
+        stage.complete(work, result, 0.0)
+    return works
+
+
+def failures(stage: Stage) -> list[Failed]:
+    return [e.message for e in stage.outgoing() if isinstance(e.message, Failed)]
+
+
+@pytest.mark.parametrize(
+    ("pos", "gen", "runs"),
+    [
+        pytest.param(6, 0, True, id="equal gen, next position: appends"),
+        pytest.param(3, 0, True, id="equal gen, lower position: crops"),
+        pytest.param(6, 1, True, id="higher gen: crops to its position"),
+        pytest.param(2, 2, True, id="higher gen, lower position: crops"),
+        pytest.param(0, 1, True, id="higher gen from the start"),
+        pytest.param(7, 0, False, id="beyond the cache: a gap"),
+        pytest.param(7, 1, False, id="higher gen beyond the cache: a gap"),
+    ],
+)
+def test_gen_and_pos_decide(pos: int, gen: int, runs: bool) -> None:
+    stage = Stage(1, 3)
+    run(stage, piece(ONE, 0, 4), piece(ONE, 4, 2, last=True))
+    stage.outgoing()
+    works = run(stage, group((ONE, gen, pos)))
+    assert bool(works) is runs
+    failed = failures(stage)
+    assert [f.code for f in failed] == ([] if runs else ["cache_gap"])
+    if not runs:
+        assert failed[0].message == f"stage 1: position {pos} follows a cache of 6"
+        assert failed[0].gen == gen
+
+
+def test_a_lower_gen_is_dropped_without_a_word() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 4, gen=2))
+    stage.outgoing()
+    assert run(stage, piece(ONE, 4, 2, gen=1), group((ONE, 1, 4))) == []
+    assert stage.outgoing() == []
+    assert stage.snapshot() == {"sessions": 1, "floors": 0, "queued": 0}
+
+
+def test_a_session_that_failed_here_waits_for_its_end_and_a_higher_gen_starts_it_anew() -> None:
+    stage = Stage(1, 2)
+    run(stage, group((ONE, 0, 3)))
+    assert [f.code for f in failures(stage)] == ["cache_gap"]
+    assert run(stage, piece(ONE, 0, 2), group((ONE, 0, 3))) == []
+    assert failures(stage) == []
+    assert len(run(stage, piece(ONE, 0, 2, gen=1))) == 1
+
+
+def test_what_failed_is_freed_and_reported_once() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 3), piece(TWO, 0, 3))
+    stage.outgoing()
+    stage.receive(Envelope("act", group((ONE, 0, 3), (TWO, 0, 3))), 0.0)
+    work = stage.next_work(0.0)
+    assert work is not None
+    stage.complete(work, WorkResult(tokens=(8,), failed={ONE: Failure("stage_failed", "no")}), 0.0)
+    assert stage.freed() == [ONE]
+    assert [e.message for e in stage.outgoing()] == [
+        Failed(ONE, 0, "stage_failed", "stage 1: no"),
+        Tokens((Row(TWO, 0, 3),), (8,), (0.0,)),
+    ]
+
+
+@pytest.mark.parametrize("order", [("act", "pre"), ("pre", "act")])
+def test_the_floor_stands_until_the_end_came_on_both_lanes(order: tuple[str, str]) -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 4))
+    stage.outgoing()
+    first, second = order
+    stage.receive(Envelope(first, End(ONE)), 0.0)
+    assert stage.freed() == [ONE]
+    assert stage.snapshot() == {"sessions": 0, "floors": 1, "queued": 0}
+    late = piece(ONE, 4, 2) if second == "pre" else group((ONE, 0, 4))
+    assert run(stage, late) == []
+    assert stage.outgoing() == []
+    stage.receive(Envelope(second, End(ONE)), 0.0)
+    assert stage.snapshot() == {"sessions": 0, "floors": 0, "queued": 0}
+    assert stage.outgoing() == [Envelope("tok", Ended(ONE))]
+
+
+@pytest.mark.parametrize("order", [("act", "pre"), ("pre", "act")])
+def test_what_stands_in_the_queue_when_both_ends_came_is_never_run(order: tuple[str, str]) -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(TWO, 0, 2))
+    stage.receive(Envelope("pre", piece(ONE, 0, 4)), 0.0)
+    stage.receive(Envelope("act", group((ONE, 0, 4), (TWO, 0, 2))), 0.0)
+    for lane in order:
+        stage.receive(Envelope(lane, End(ONE)), 0.0)
+    works = run(stage)
+    assert [[r.session for r in w.rows] for w in works if isinstance(w, GroupWork)] == [[TWO]]
+    assert len(works) == 1
+    assert stage.snapshot() == {"sessions": 1, "floors": 0, "queued": 0}
+
+
+def test_an_end_during_the_forward_drops_its_result() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 4), piece(TWO, 0, 4))
+    stage.outgoing()
+    stage.receive(Envelope("act", group((ONE, 0, 4), (TWO, 0, 4))), 0.0)
+    work = stage.next_work(0.0)
+    assert work is not None
+    stage.receive(Envelope("act", End(ONE)), 0.0)
+    stage.complete(work, WorkResult(tokens=(8, 9)), 0.0)
+    assert stage.outgoing() == [Envelope("tok", Tokens((Row(TWO, 0, 4),), (9,), (0.0,)))]
+
+
+def test_a_middle_stage_passes_ends_on_and_never_answers_them() -> None:
+    stage = Stage(1, 3)
+    for lane in ("act", "pre"):
+        stage.receive(Envelope(lane, End(ONE)), 0.0)
+    assert stage.outgoing() == [Envelope("act", End(ONE)), Envelope("pre", End(ONE))]
+    assert stage.snapshot() == {"sessions": 0, "floors": 0, "queued": 0}
+
+
+def test_rows_that_are_skipped_take_their_hidden_states_with_them() -> None:
+    stage = Stage(1, 3)
+    run(stage, piece(ONE, 0, 1), piece(TWO, 0, 1))
+    stage.receive(Envelope("act", End(ONE)), 0.0)
+    (work,) = run(stage, group((ONE, 0, 1), (TWO, 0, 1)))
+    assert isinstance(work, GroupWork)
+    assert work.hidden is not None
+    assert (work.hidden.shape, bytes(work.hidden.data)) == ((1, 1), bytes([4, 5, 6, 7]))
+
+
+def test_times_travel_with_the_message() -> None:
+    stage = Stage(1, 3)
+    message = Piece(ONE, 0, 0, (5,), True, rows(1), None, (3.0,), 0.5)
+    stage.receive(Envelope("pre", message), 1.0)
+    work = stage.next_work(1.25)
+    assert work is not None
+    stage.complete(work, WorkResult(hidden=rows(1), compute_ms=7.0), 2.0)
+    (sent,) = stage.outgoing()
+    assert isinstance(sent.message, Piece)
+    assert sent.message.compute_ms == (3.0, 7.0)
+    assert sent.message.queue_ms == 0.5 + 250.0
+
+
+def test_a_probe_is_passed_on_with_its_hops() -> None:
+    middle, last = Stage(1, 3), Stage(2, 3)
+    middle.receive(Envelope("pre", Probe(4, "pre")), 0.0)
+    (passed,) = middle.outgoing()
+    last.receive(passed, 0.0)
+    assert last.outgoing() == [Envelope("tok", Probe(4, "pre", 2))]
+
+
+def test_a_message_no_stage_may_get_is_a_fault() -> None:
+    with pytest.raises(ValueError, match="Ended on act"):
+        Stage(1, 3).receive(Envelope("act", Ended(ONE)), 0.0)
+
+
+def test_completing_what_does_not_run_is_a_bug() -> None:
+    with pytest.raises(RuntimeError, match="not running"):
+        Stage(1, 3).complete(GroupWork(()), WorkResult(), 0.0)
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> list[Envelope]:
+    """Any frames of three sessions, in any order: a hostile or confused neighbour."""
+    session = st.sampled_from([SessionId(1), SessionId(2), SessionId(3)])
+    gen, pos, n = st.integers(0, 2), st.integers(0, 6), st.integers(1, 3)
+    part = st.tuples(session, gen, pos)
+    message = st.one_of(
+        st.builds(piece, session, pos, n, gen),
+        st.lists(part, min_size=1, max_size=3, unique_by=lambda p: p[0]).map(lambda parts: group(*parts)),
+        st.builds(End, session),
+    )
+    lane = st.sampled_from(["act", "pre"])
+    return draw(st.lists(st.builds(Envelope, lane, message), max_size=30))
+
+
+@given(frames=frames(), takes=st.lists(st.booleans(), min_size=30, max_size=30), last=st.booleans())
+@settings(deadline=None)
+def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], takes: list[bool], last: bool) -> None:
+    """A slow, obvious cache: every work starts at or below what the engine holds, and ended sessions hold nothing."""
+    stage, caches = Stage(2 if last else 1, 3), dict[SessionId, int]()
+
+    def turn() -> bool:
+        work = stage.next_work(0.0)
+        for session in stage.freed():
+            caches.pop(session, None)
+        if work is None:
+            return False
+        parts = [(work.session, work.pos, len(work.ids))] if isinstance(work, PieceWork) else []
+        parts += [(r.session, r.pos, 1) for r in work.rows] if isinstance(work, GroupWork) else []
+        for session, pos, n in parts:
+            assert pos <= caches.get(session, 0)
+            caches[session] = pos + n
+        count = sum(n for *_, n in parts)
+        stage.complete(work, WorkResult(tokens=(1,) * count, hidden=rows(count)), 0.0)
+        return True
+
+    for envelope, take in zip(frames, takes, strict=False):
+        stage.receive(envelope, 0.0)
+        for session in stage.freed():
+            caches.pop(session, None)
+        if take:
+            turn()
+    while turn():
+        pass
+    assert stage.snapshot()["queued"] == 0
+    assert set(caches) <= set(stage._held)
+    assert not set(caches) & set(stage._floors)
