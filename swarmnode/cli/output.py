@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+PLAIN_WIDTH = 200
 SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that respects NO_COLOR and a stdout that is no terminal."""
+    """A console that respects NO_COLOR and a stdout that is no terminal (there no column is cut to 80)."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    screen = Console(stderr=stderr, highlight=False)
+    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
 
 
 def print_json(value: Mapping[str, Any] | list[Any]) -> None:

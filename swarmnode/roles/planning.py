@@ -100,7 +100,7 @@ def plan_ring(
             model=manifest.model_id,
             files=(
                 *manifest.tokenizer_files(),
-                *stage_files(manifest, stage.first_layer, stage.end_layer, len(plan.stages)),
+                *stage_files(manifest, stage.first_layer, stage.end_layer, len(plan.stages), index),
             ),
             scripted=manifest.architecture.name == SCRIPTED,
             dtype=dtype,
