@@ -4,19 +4,25 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-
-from tests.compute.chains import Parity
+from stage_chains import Parity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+COUNTED = Parity()
+
 
 @pytest.fixture(scope="session")
 def parity() -> Iterator[Parity]:
     """Shared by all parity tests, so that near ties are counted over everything that was compared."""
-    counted = Parity()
-    yield counted
-    print(f"\nparity: {counted.tokens} tokens compared, {counted.excused} near ties excused")
-    assert counted.excused * 10_000 <= max(counted.tokens, 10_000)
+    yield COUNTED
+    assert COUNTED.excused * 10_000 <= max(COUNTED.tokens, 10_000)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if COUNTED.tokens:
+        terminalreporter.write_line(
+            f"parity with transformers: {COUNTED.tokens} tokens compared, {COUNTED.excused} near ties excused"
+        )

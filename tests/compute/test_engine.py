@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from stage_chains import GREEDY, Chain, even_cuts, prompt_of, stage_specs
+from tiny_models import make_tiny
 
 from swarmnode.compute.loader import load_stage
 from swarmnode.errors import StageFailed
 from swarmnode.ids import SessionId
 from swarmnode.ring.work import Activation, DecodeRow, GroupWork, PieceWork, Sampling
-from tests.compute.chains import GREEDY, Chain, even_cuts, prompt_of, stage_specs
-from tests.tiny_models import make_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path

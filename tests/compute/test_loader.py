@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from stage_chains import Chain, as_servable, even_cuts, prompt_of, stage_specs
+from tiny_models import make_tiny
 
 from swarmnode.compute.loader import load_stage, pick_device
 from swarmnode.compute.spec import StageSpec
 from swarmnode.errors import InvalidModel, LoadFailed, LoadRefused
-from tests.compute.chains import Chain, as_servable, even_cuts, prompt_of, stage_specs
-from tests.tiny_models import make_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from stage_chains import Chain, even_cuts, onward
 
 from swarmnode.catalog.manifest import MANIFEST_NAME, Manifest
 from swarmnode.compute.byte_tokenizer import BYTE_EOS_ID
@@ -14,7 +15,6 @@ from swarmnode.compute.spec import StageSpec
 from swarmnode.errors import InvalidModel, StageFailed
 from swarmnode.ids import SessionId
 from swarmnode.ring.work import Activation, DecodeRow, GroupWork, PieceWork
-from tests.compute.chains import Chain, even_cuts, onward
 
 if TYPE_CHECKING:
     from pathlib import Path
