@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import uuid
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 COORDINATOR = "coordinator"
 PEER = "peer"
 EXIT_FORCED = 1
+STDIN_READ_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class NodeOptions:
     resources: PeerResources
     advertise: Address | None = None
     """What other nodes are told to dial; None: the address the swarm port is bound to."""
+    end_with_stdin: bool = False
+    """End when stdin does: a program that starts nodes holds it open, and none of them outlives that program."""
 
     def __post_init__(self) -> None:
         if PEER in self.roles and COORDINATOR not in self.roles and self.join is None:
@@ -73,6 +77,8 @@ async def run_node(options: NodeOptions, emit: Callable[[str, Mapping[str, objec
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(_end_on_signal, nursery.cancel_scope)
+            if options.end_with_stdin:
+                nursery.start_soon(_end_with_stdin, nursery.cancel_scope)
             node = _Node(options, settings, emit)
             await node.run()
     finally:
@@ -168,10 +174,25 @@ async def _end_on_signal(
         async for _ in signals:
             if scope.cancel_called:
                 os._exit(EXIT_FORCED)
-            timer = threading.Timer(NODE_SHUTDOWN_S, os._exit, (EXIT_FORCED,))
-            timer.daemon = True
-            timer.start()
-            scope.cancel()
+            _end_in_time(scope)
+
+
+async def _end_with_stdin(scope: trio.CancelScope) -> None:
+    """Wait for the end of stdin, which must be a pipe; what comes through it is ignored."""
+    stdin = sys.stdin.fileno()
+    while True:
+        await trio.lowlevel.wait_readable(stdin)
+        if not os.read(stdin, STDIN_READ_BYTES):
+            break
+    _end_in_time(scope)
+
+
+def _end_in_time(scope: trio.CancelScope) -> None:
+    """Cancel the node and start the clock of its end."""
+    timer = threading.Timer(NODE_SHUTDOWN_S, os._exit, (EXIT_FORCED,))
+    timer.daemon = True
+    timer.start()
+    scope.cancel()
 
 
 def _identity(options: NodeOptions, settings: Settings) -> Identity:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -48,6 +49,7 @@ def demo(
     from swarmnode.cli.local_swarm import LocalSwarm
     from swarmnode.config import read_settings
 
+    signal.signal(signal.SIGTERM, _end_in_order)
     settings = read_settings(data_dir)
     screen = console(stderr=True)
 
@@ -71,6 +73,11 @@ def demo(
             say(result.footer())
         if not once:
             _stay(swarm, model, say)
+
+
+def _end_in_order(signum: int, _frame: object) -> NoReturn:
+    """SIGTERM unwinds like Ctrl-C, so that this process ends after its nodes."""
+    raise SystemExit(128 + signum)
 
 
 def demo_model(root: Path, *, quiet: bool) -> str:

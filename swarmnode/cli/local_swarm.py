@@ -27,13 +27,17 @@ ANY_PORT = "127.0.0.1:0"
 
 
 class NodeProcess:
-    """One `swarmnode up … --json`: its events, its stderr's tail, and an end that always comes."""
+    """One `swarmnode up … --json`: its events, its stderr's tail, and an end that always comes.
+
+    The node's stdin is a pipe that this process holds open: however this process ends, SIGKILL included, the node
+    sees the end of it and ends too.
+    """
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "swarmnode", "up", *arguments, "--json"]
+        command = [sys.executable, "-m", "swarmnode", "up", *arguments, "--json", "--end-with-stdin"]
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -75,7 +79,7 @@ class NodeProcess:
             self.kill()
         for thread in self._threads:
             thread.join(timeout=1.0)
-        for stream in (self.process.stdout, self.process.stderr):
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
         return self.process.returncode

@@ -65,6 +65,7 @@ def up(
         str | None, typer.Option("--memory", help="What a stage may take, like 6G. [80 % of what is available]")
     ] = None,
     json_output: JsonFlag = False,
+    end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
 ) -> None:
     import trio
 
@@ -86,6 +87,7 @@ def up(
         data_dir=data_dir,
         name=_checked_name(name),
         resources=PeerResources(parse_size(memory) if memory else available_memory_bytes(), device, threads),
+        end_with_stdin=end_with_stdin,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     trio.run(run_node, options, _reporter(json_output=json_output))
