@@ -57,6 +57,8 @@ class Membership:
 
     def __init__(self) -> None:
         self._entries: dict[NodeId, _Entry] = {}
+        self._replaced: set[BootId] = set()
+        """Boots that a newer one of their node followed: what is still read from their connections is no life."""
         self._events: list[StateChanged] = []
 
     def state(self, node: NodeId) -> NodeState:
@@ -74,8 +76,11 @@ class Membership:
             if entry is not None and entry.boot == message.boot:
                 self._change(message.node, entry, NodeState.DEAD)
             return
+        if message.boot in self._replaced:
+            return
         if entry is None or entry.boot != message.boot:
             if entry is not None:
+                self._replaced.add(entry.boot)
                 self._change(message.node, entry, NodeState.DEAD)
             self._entries[message.node] = _Entry(message.boot, now)
             self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))

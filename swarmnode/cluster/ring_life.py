@@ -162,7 +162,7 @@ class RingLife:
             case UnloadAsked():
                 self._end(now)
             case StageUnloaded(stage=stage):
-                self._let_go(stage)
+                self._unloaded(stage, now)
             case StageDown():
                 self._down(message, now)
             case _ if self.state in (RingState.ENDING, RingState.OVER):
@@ -204,8 +204,8 @@ class RingLife:
             case RingState.PROBING:
                 self._lose("link_broken", f"the probe did not come round the ring in {PROBE_S:.0f} s", None, now)
             case RingState.ENDING:
-                for stage in sorted(self._held):
-                    self._let_go(stage)
+                self._held.clear()
+                self._maybe_over()
             case _:
                 pass
 
@@ -272,8 +272,10 @@ class RingLife:
         self._outgoing += [SendUnload(stage) for stage in sorted(self._held)]
         self._maybe_over()
 
-    def _let_go(self, stage: int) -> None:
+    def _unloaded(self, stage: int, now: float) -> None:
+        """A stage gave its memory back; unasked, that is a loss like any other."""
         self._held.discard(stage)
+        self._lose("stage_lost", f"stage {stage} unloaded by itself", stage, now)
         self._maybe_over()
 
     def _maybe_over(self) -> None:
