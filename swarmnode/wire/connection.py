@@ -187,7 +187,8 @@ class Connection:
             await self._ended.wait()
 
     def wake_writer(self) -> None:
-        self._wake.set()
+        if self.session.wants_write or self._closing:
+            self._wake.set()
 
     async def written(self) -> None:
         """Wait until something more was written, or the connection ended."""
@@ -258,19 +259,24 @@ class Connection:
     async def _write_all(self, scope: trio.CancelScope) -> None:
         try:
             while True:
-                data = self.session.data_to_send()
-                self._writing = bool(data)
-                if data:
-                    await self._stream.send_all(data)
-                self._writing = False
-                self._notify_written()
-                if not data:
-                    if self._closing:
-                        return
+                if self.session.wants_write:
+                    await self._write_some()
+                elif self._closing:
+                    return
+                else:
                     await self._wake.wait()
                     self._wake = trio.Event()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             scope.cancel()
+
+    async def _write_some(self) -> None:
+        """One write of all that may go now: this is the bundle."""
+        data = self.session.data_to_send()
+        if data:
+            self._writing = True
+            await self._stream.send_all(data)
+            self._writing = False
+        self._notify_written()
 
     def _notify_written(self) -> None:
         self._written.set()

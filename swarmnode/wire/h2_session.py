@@ -118,7 +118,10 @@ class H2Session:
         self._turns: deque[ChannelId] = deque()
         self._waiting: set[ChannelId] = set()
         self._closed = False
+        self._ready: list[bytes] = []
+        """What h2 wrote and nobody took yet."""
         self._start()
+        self._collect()
 
     def _start(self) -> None:
         self._h2.initiate_connection()
@@ -130,6 +133,8 @@ class H2Session:
                 **({SettingCodes.ENABLE_PUSH: 0} if self._client else {}),
             }
         )
+        # h2 looks at its limit once per call: a large frame right behind the peer's acknowledgement would be refused
+        self._h2.max_inbound_frame_size = limits.H2_FRAME_BYTES
         self._h2.increment_flow_control_window(limits.CONNECTION_WINDOW_BYTES - 65_535)
 
     # -- what the peer sent
@@ -139,7 +144,9 @@ class H2Session:
         self._refuse_if_closed()
         try:
             self._guard.inspect(memoryview(data), now)
-            return self._translate(self._h2.receive_data(data), now)
+            events = self._translate(self._h2.receive_data(data), now)
+            self._collect()
+            return events
         except h2.exceptions.ProtocolError as error:
             self.close(error.error_code)
             raise ProtocolError(f"the peer broke HTTP/2: {error}") from error
@@ -210,6 +217,7 @@ class H2Session:
         except h2.exceptions.ProtocolError as error:
             raise LinkBroken(f"a channel could not be opened: {error}") from error
         self._out[channel] = _Outbound()
+        self._collect()
         return channel
 
     def accept(self, channel: ChannelId, status: int = 200) -> None:
@@ -220,6 +228,7 @@ class H2Session:
             if refused:
                 self._out[channel].local_ended = True
                 self.reset(channel, ErrorCodes.NO_ERROR)
+            self._collect()
 
     def send(self, channel: ChannelId, *buffers: Buffer) -> None:
         """Queue bytes. A view is kept as it is until it is written: the caller must not change it."""
@@ -242,11 +251,13 @@ class H2Session:
         """End a channel at once in both directions; what is queued is dropped. Unknown channels are ignored."""
         if self._out.pop(channel, None) is not None and not self._closed:
             self._h2.reset_stream(channel, code)
+            self._collect()
 
     def consumed(self, channel: ChannelId, credit: int) -> None:
         """A consumer took a `Data`: give its credit back (also for channels that are gone)."""
         if not self._closed:
             self._credit(channel, credit)
+            self._collect()
 
     def queued_bytes(self, channel: ChannelId) -> int:
         """Bytes queued on a channel and not yet handed out for writing; 0 for channels that are gone."""
@@ -259,6 +270,7 @@ class H2Session:
             self._closed = True
             if self._h2.state_machine.state is not h2.connection.ConnectionState.CLOSED:
                 self._h2.close_connection(code)
+            self._collect()
 
     @property
     def closed(self) -> bool:
@@ -276,9 +288,21 @@ class H2Session:
             channel = self._turns.popleft()
             self._waiting.discard(channel)
             written += self._send_some(channel)
-        data: bytes = self._h2.data_to_send()
+        self._collect()
+        data = self._ready[0] if len(self._ready) == 1 else b"".join(self._ready)
+        self._ready = []
         self._guard.flushed()
         return data
+
+    @property
+    def wants_write(self) -> bool:
+        """`data_to_send` may have something; asked before a writer is woken for nothing."""
+        return bool(self._ready or self._turns)
+
+    def _collect(self) -> None:
+        data = self._h2.data_to_send()
+        if data:
+            self._ready.append(data)
 
     # -- sending
 

@@ -408,6 +408,7 @@ actions = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(actions, st.booleans())
+@example([("open", 0, 0), ("send", 0, 361_123)], False)
 def test_every_byte_arrives_once_in_order_or_the_channel_is_reset(
     steps: list[tuple[str, int, int]], lazy: bool
 ) -> None:
