@@ -57,6 +57,28 @@ class PeerNotFound(SwarmError):
     code, status = "peer_not_found", 404
 
 
+class TokenNotFound(SwarmError):
+    code, status = "token_not_found", 404
+
+
+class Unauthorized(SwarmError):
+    """No API token, or one that is unknown, expired or revoked."""
+
+    code, status = "invalid_api_key", 401
+
+
+class Forbidden(SwarmError):
+    """The API token is good, but not for this; the message names the missing scope."""
+
+    code, status = "insufficient_scope", 403
+
+
+class TokenRevoked(SwarmError):
+    """The API token was revoked while its reply was running."""
+
+    code, status = "token_revoked", 401
+
+
 class Conflict(SwarmError):
     """The object is in a state that does not allow the call (already loading, still running)."""
 
