@@ -22,7 +22,8 @@ HEADROOM = 1.2
 """Weights and KV are multiplied by this: activations, one prompt piece's scores, fragmentation."""
 WORKER_BYTES = 350 << 20
 """What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
-
+NO_KV_TOKENS = 1 << 24
+"""The budget of a stage whose sessions take no memory: a bound for the arithmetic that follows."""
 
 SERVE_N_STAGE = "serve-n-stage"
 SERVE_ONE_STAGE = "serve-one-stage"
@@ -97,7 +98,7 @@ class Plan:
 def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources]) -> Plan:
     """Cut the model, choose peers and size the KV budget; raises LoadRefused or PeerNotFound with the numbers."""
     layers = len(shape.layer_params)
-    stages = request.num_stages or len(request.peers) or shape.recorded_stages
+    stages = len(request.peers) or shape.recorded_stages if request.num_stages is None else request.num_stages
     if not 1 <= stages <= layers:
         raise LoadRefused(f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}")
     if shape.recorded_boundaries is None and stages != shape.recorded_stages:
@@ -143,6 +144,8 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
             raise PeerNotFound(f"no peer is called {name!r}; connected peers: {known}", param="peer")
         if found[0].busy_with is not None:
             raise LoadRefused(f"peer {name} already serves {found[0].busy_with}; unload it first")
+        if found[0] in chosen:
+            raise LoadRefused(f"{name} is a peer that is named already; a peer holds one stage of a model")
         chosen.append(found[0])
     return chosen
 
@@ -193,7 +196,9 @@ def _budget(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ..
 def _kv_room(shape: ModelShape, stage: StagePlan) -> int:
     """Tokens of KV that fit beside the stage's weights."""
     spare = stage.peer.memory_bytes / HEADROOM - stage.weight_bytes - _worker_bytes(shape)
-    return int(spare // stage.kv_token_bytes) if stage.kv_token_bytes else 1 << 24
+    if not stage.kv_token_bytes:
+        return NO_KV_TOKENS if spare >= 0 else -1
+    return int(spare // stage.kv_token_bytes)
 
 
 def _worker_bytes(shape: ModelShape) -> int:
@@ -204,7 +209,7 @@ def _too_small(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan,
     lines = []
     for index, stage in enumerate(stages):
         need = (stage.weight_bytes + _worker_bytes(shape) + least * stage.kv_token_bytes) * HEADROOM
-        if need > stage.peer.memory_bytes:
+        if _kv_room(shape, stage) < least:
             lines.append(
                 f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {_mib(need)} on "
                 f"{stage.peer.name}: {_mib(stage.weight_bytes)} of {request.dtype} weights, "
