@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.compute.sampling import choose, kept_weights, uniform
+from swarmnode.compute.sampling import choose, draw, kept_weights, uniform
 from swarmnode.errors import StageFailed
 from swarmnode.ring.work import Sampling
 
@@ -26,7 +26,7 @@ def slow(logits: list[float], sampling: Sampling) -> dict[int, float]:
     """The same filters, one obvious step after the other: probabilities of the tokens that stay."""
     scaled = [float(x) / sampling.temperature for x in logits]
     probabilities = {i: float(np.exp(x - max(scaled))) for i, x in enumerate(scaled)}
-    order = sorted(probabilities, key=lambda i: (-probabilities[i], i))
+    order = sorted(probabilities, key=lambda i: (-logits[i], i))
     if sampling.top_k:
         order = order[: sampling.top_k]
     if sampling.top_p < 1:
@@ -47,12 +47,12 @@ def test_filters_and_draw_agree_with_the_slow_one(logits: list[float], sampling:
     array = np.array(logits, dtype=np.float32)
     expected = slow(array.tolist(), sampling)
     weights = kept_weights(array, sampling)
-    close_call = 0.0 < sampling.top_p < 1.0 and set(np.flatnonzero(weights)) != set(expected)
-    if close_call:
-        # Sums in another order may differ in the last bit at the nucleus' edge; then by one token only.
-        assert abs(len(np.flatnonzero(weights)) - len(expected)) <= 1
+    if set(np.flatnonzero(weights)) != set(expected):
+        # float32 against float64 may differ at the very edge of a filter or of what float32 can hold.
+        assert abs(len(np.flatnonzero(weights)) - len(expected)) <= 1 or min(expected.values()) < 1e-30
         return
-    assert {i: w / weights.sum() for i, w in enumerate(weights) if w} == pytest.approx(expected)
+    total = weights.sum(dtype=np.float64)
+    assert {i: w / total for i, w in enumerate(weights) if w} == pytest.approx(expected, rel=1e-4)
     assert choose(array, sampling, position) in expected
 
 
@@ -72,7 +72,7 @@ def test_greedy_and_the_narrowest_filters_take_the_first_best(logits: list[float
 def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
     """Chi-square over 20,000 positions of one seed; the noise is a function of the position, so this never flakes."""
     logits = [2.0, 1.0, 0.5, 0.0, -1.0, 1.5]
-    array, draws = np.array(logits, dtype=np.float32), 8_000
+    array, draws = np.array(logits, dtype=np.float32), 6_000
     counts = Counter(choose(array, sampling, position) for position in range(draws))
     expected = slow(logits, sampling)
     assert set(counts) == set(expected)
@@ -88,6 +88,20 @@ def test_noise_is_uniform_and_depends_on_seed_and_position_only() -> None:
     assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.03
     assert uniform(1, 7) == noise[7] != uniform(2, 7)
     assert uniform(-1, 0) == uniform(2**64 - 1, 0)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=900).filter(any), st.floats(0, 1, exclude_max=True)
+)
+def test_a_draw_by_blocks_is_the_draw_by_one_running_sum(weights: list[float], share: float) -> None:
+    running = np.cumsum(weights)
+    assert draw(np.array(weights, dtype=np.float32), share) == np.flatnonzero(running > share * running[-1])[0]
+
+
+def test_a_draw_at_the_very_end_takes_the_last_with_weight() -> None:
+    weights = np.zeros(1000, dtype=np.float32)
+    weights[[3, 300]] = 0.5
+    assert [draw(weights, share) for share in (0.0, 0.4999, 0.5, 1.0)] == [3, 3, 300, 300]
 
 
 def test_a_large_vocabulary_with_a_wide_nucleus() -> None:
