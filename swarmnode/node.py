@@ -19,15 +19,16 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
 from swarmnode.cluster.placement import ALL_CAPABILITIES
 from swarmnode.config import Settings, read_settings
-from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.context import NodeContext, PeerResources
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.peer import Peer
 from swarmnode.wire import direct
-from swarmnode.wire.address import Address
+from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.link import Identity
+from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -67,15 +68,17 @@ class NodeOptions:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
         if COORDINATOR not in self.roles and self.api_listen is not None:
             raise InvalidRequest("--api-listen needs the coordinator role; ask the coordinator's API")
+        for address in (self.swarm_listen, self.join, self.advertise):
+            if address is not None:
+                require_loopback(address)
 
 
 async def run_node(options: NodeOptions, emit: Callable[[str, Mapping[str, object]], None]) -> None:
     """Run until SIGTERM, SIGINT or cancellation. `emit` gets the node's events, first of them `ready`."""
     settings = read_settings(options.data_dir)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(settings)
     try:
-        async with trio.open_nursery() as nursery:
+        async with open_flat_nursery() as nursery:
             await nursery.start(_end_on_signal, nursery.cancel_scope)
             if options.end_with_stdin:
                 nursery.start_soon(_end_with_stdin, nursery.cancel_scope)
@@ -100,7 +103,7 @@ class _Node:
     async def run(self) -> None:
         identity = _identity(self._options, self._settings)
         traffic = Traffic()
-        async with trio.open_nursery() as nursery:
+        async with open_flat_nursery() as nursery:
             address: Address = await nursery.start(
                 _listen, self._options.swarm_listen, self._serve_channel, identity, traffic
             )
@@ -162,7 +165,10 @@ async def _listen(
     *,
     task_status: trio.TaskStatus[Address],
 ) -> None:
-    await direct.listen(address, handler, identity, traffic=traffic, task_status=task_status)  # type: ignore[arg-type]
+    try:
+        await direct.listen(address, handler, identity, traffic=traffic, task_status=task_status)  # type: ignore[arg-type]
+    except LinkBroken as error:
+        raise Conflict(f"{error.message}; choose another --swarm-listen") from error
 
 
 async def _end_on_signal(
@@ -222,9 +228,13 @@ def _node_id(settings: Settings) -> NodeId:
 
 
 def _lock(settings: Settings) -> int:
-    """Hold the data directory for this process; raises Conflict where another node uses it."""
+    """Make the data directory and hold it for this process; raises Conflict where another node uses it."""
     path = settings.data_dir / "node.lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidRequest(f"data directory {settings.data_dir} cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -32,7 +32,7 @@ class ApiClient:
     def __init__(self, base_url: str, *, silence_s: float = SILENCE_S) -> None:
         import httpx
 
-        self.base_url = base_url.rstrip("/")
+        self.base_url = _checked_url(base_url)
         timeout = httpx.Timeout(silence_s, connect=CONNECT_S)
         self._client = httpx.Client(base_url=self.base_url, timeout=timeout, trust_env=False)
 
@@ -87,6 +87,18 @@ class ApiClient:
             ) from error
         except (httpx.HTTPError, ValueError) as error:
             raise LinkBroken(f"the API at {self.base_url} broke off: {error or type(error).__name__}") from error
+
+
+def _checked_url(url: str) -> str:
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidRequest(f"--api {url!r} is not an address like {DEFAULT_API}")
+    return url.rstrip("/")
 
 
 def _error_of(response: httpx.Response) -> SwarmError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +87,9 @@ def up(
         advertise=parse_address(advertise) if advertise else None,
         data_dir=data_dir,
         name=_checked_name(name),
-        resources=PeerResources(parse_size(memory) if memory else available_memory_bytes(), device, threads),
+        resources=PeerResources(
+            parse_size(memory) if memory else available_memory_bytes(), _checked_device(device), threads
+        ),
         end_with_stdin=end_with_stdin,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -123,6 +126,12 @@ def _checked_name(name: str | None) -> str | None:
         return parse_node_name(name) if name is not None else None
     except ValueError as error:
         raise InvalidRequest(f"--name: {error}") from error
+
+
+def _checked_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
+        raise InvalidRequest(f"--device {device!r} is not one of auto, cpu, cuda or cuda:N")
+    return device
 
 
 def _reporter(*, json_output: bool) -> Callable[[str, Mapping[str, object]], None]:

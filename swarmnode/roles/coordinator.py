@@ -58,7 +58,7 @@ class Coordinator:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        async with trio.open_nursery() as nursery:
+        async with open_flat_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._driver.run)
             task_status.started()
