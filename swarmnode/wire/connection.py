@@ -154,15 +154,14 @@ class Connection:
 
     async def run(self) -> None:
         """Read and write until the connection ends, for whatever reason; the channels hear of it."""
-        error: SwarmError = LinkBroken("the connection was closed")
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_all, nursery.cancel_scope)
-                error = await self._read_all()
+                self._fail_channels(await self._read_all())
                 nursery.cancel_scope.deadline = trio.current_time() + CHANNEL_CLOSE_S
                 self._close_after_writing()
         finally:
-            self._fail_channels(error)
+            self._fail_channels(LinkBroken("the connection was closed"))
             self._ended.set()
             await trio.aclose_forcefully(self._stream)
 
@@ -266,7 +265,8 @@ class Connection:
                 else:
                     await self._wake.wait()
                     self._wake = trio.Event()
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self._fail_channels(LinkBroken(f"the connection broke: {error.__cause__ or error}"))
             scope.cancel()
 
     async def _write_some(self) -> None:

@@ -297,7 +297,7 @@ class H2Session:
     @property
     def wants_write(self) -> bool:
         """`data_to_send` may have something; asked before a writer is woken for nothing."""
-        return bool(self._ready or self._turns)
+        return bool(self._ready or (self._turns and not self._closed))
 
     def _collect(self) -> None:
         data = self._h2.data_to_send()

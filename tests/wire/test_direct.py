@@ -227,6 +227,26 @@ async def test_a_broken_connection_wakes_everyone_at_once(
     assert woken == pytest.approx([10.0] * 2 * waiting)
 
 
+async def test_a_write_that_hangs_does_not_delay_the_news_of_a_broken_connection(
+    attic: Identity, cellar: Identity, autojump_clock: object
+) -> None:
+    near, far = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve, far, cellar)
+        async with client_connection(near) as connection:
+            channel = connection.open_channel("steps")
+            await greet(channel, attic, NO_PARAMETERS)
+            near.send_stream.send_all_hook = trio.sleep_forever
+            await channel.send(raw(1))
+            await trio.sleep(10)
+            await far.send_stream.aclose()
+            started = trio.current_time()
+            with pytest.raises(LinkBroken):
+                await channel.receive()
+            assert trio.current_time() == started
+        await far.aclose()
+
+
 async def test_the_listener_going_away_is_noticed_over_tcp(attic: Identity, cellar: Identity) -> None:
     async with trio.open_nursery() as nursery:
         scope = trio.CancelScope()

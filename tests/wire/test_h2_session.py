@@ -209,6 +209,25 @@ def test_finish_with_reset_behind_lets_the_queue_out_first() -> None:
     assert server.ended == server.reset == {channel}
 
 
+@pytest.mark.parametrize("by", ["us", "the peer", "an error"])
+def test_a_closed_session_wants_no_write_whatever_is_queued(by: str) -> None:
+    client, server = pair()
+    channel = client.session.open_channel("/channel/steps")
+    client.session.send(channel, bytes(100))
+    if by == "us":
+        client.session.close()
+    elif by == "the peer":
+        server.session.close()
+        client.receive(server.session.data_to_send())
+    else:
+        with pytest.raises(ProtocolError):
+            client.session.receive_data(b"\xff" * 9, 0.0)
+    client.session.data_to_send()
+    client.session.finish(channel)
+    assert not client.session.wants_write
+    assert client.session.data_to_send() == b""
+
+
 def test_goaway_reaches_the_peer() -> None:
     client, server = pair()
     client.session.close()
