@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from swarmnode.ring.messages import Epoch
     from swarmnode.wire.frames import Frame
 
-LANES = ("act", "pre", "tok")
-
 
 @dataclass(slots=True)
 class LaneSender:
