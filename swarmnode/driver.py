@@ -27,6 +27,7 @@ class Driver(Generic[In, Out, Event]):
         self._send = send
         self._notify = notify
         self._fed = trio.Event()
+        self._flushing = False
 
     def feed(self, message: In) -> None:
         """Give the machine a message and carry out what it wants."""
@@ -34,11 +35,24 @@ class Driver(Generic[In, Out, Event]):
         self.flush()
 
     def flush(self) -> None:
-        for message in self._machine.outgoing():
-            self._send(message)
-        for event in self._machine.events():
-            self._notify(event)
+        """Carry out all effects; those of a `feed` made by `send` or `notify` come behind the ones under way."""
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            while self._carry_out():
+                pass
+        finally:
+            self._flushing = False
         self._fed.set()
+
+    def _carry_out(self) -> bool:
+        messages, events = self._machine.outgoing(), self._machine.events()
+        for message in messages:
+            self._send(message)
+        for event in events:
+            self._notify(event)
+        return bool(messages or events)
 
     async def run(self) -> None:
         """The machine's timer; ends only by cancellation."""
