@@ -73,6 +73,12 @@ class Forbidden(SwarmError):
     code, status = "insufficient_scope", 403
 
 
+class JoinRefused(SwarmError):
+    """A machine that may not join (any more)."""
+
+    code, status = "join_refused", 403
+
+
 class TokenRevoked(SwarmError):
     """The API token was revoked while its reply was running."""
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 CONNECT_S = 5.0
+TLS_S = 5.0
+"""A handshake, both ways and with two P-256 signatures; a half one must not keep a socket."""
 HELLO_S = 5.0
-"""From the connection (or the channel) to WELCOME; a TLS failure, too, only shows here."""
+"""From the connection (or the channel) to WELCOME; that the listener refused a certificate, too, only shows here."""
+JOIN_S = 10.0
+"""A connection without a certificate, from its first byte to its last: it is there for one exchange."""
 RING_PROBE_S = 10.0
 """A throwaway message all the way round a new ring."""
 STEP_PROGRESS_S = 15.0
