@@ -32,7 +32,7 @@ PARITY_TESTED = (
 """model_types whose tokens the tests compare with transformers' own; others run if nothing below refuses them."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _REFUSED_KEYS: Mapping[str, str] = {
     "kv_lora_rank": "multi-head latent attention",
     "q_lora_rank": "multi-head latent attention",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LAYERS, NEW_TOKENS, PIECE = 30, 12, 256
-TOWN = " ".join(f"In the year {1000 + i} the town built bridge number {i}." for i in range(85))
+TOWN = " ".join(f"In the year {1000 + i} the town built bridge number {i}." for i in range(92))
 PROMPTS = (
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -52,7 +52,7 @@ def references(folder: Path, prompts: list[list[int]], tmp_path_factory: pytest.
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two spinning threads on a busy machine are slower than one
     whole = tmp_path_factory.mktemp("whole")
     shutil.copytree(folder / "tokenizer", whole, dirs_exist_ok=True)
     tensors = {name: t for path in folder.glob("shards/*/*.safetensors") for name, t in load_file(path).items()}
@@ -68,7 +68,7 @@ def test_ten_real_prompts(
 ) -> None:
     files = tuple(sorted(folder.glob("shards/*/*.safetensors")))
     specs = [
-        StageSpec(folder, files, begin, end, LAYERS, begin == 0, end == LAYERS, "float32", "cpu", 2)
+        StageSpec(folder, files, begin, end, LAYERS, begin == 0, end == LAYERS, "float32", "cpu", 1)
         for begin, end in pairwise(even_cuts(LAYERS, stages))
     ]
     chain = Chain([load_stage(spec) for spec in specs])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +30,7 @@ def write_slices(checkpoint: Path, target: Path, cuts: list[int]) -> list[tuple[
 
     tensors = load_file(checkpoint / "model.safetensors")
     files = []
-    for stage, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):  # noqa: RUF007
+    for stage, (begin, end) in enumerate(pairwise(cuts)):
         layers = tuple(f"model.layers.{i}." for i in range(begin, end))
         ends = (("model.embed_tokens.",) if begin == 0 else ()) + (("model.norm.", "lm_head.") if end == LAYERS else ())
         path = target / f"stage-{stage}.safetensors"

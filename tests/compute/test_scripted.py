@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -53,7 +54,7 @@ def chain(stages: int, clock: Clock | None = None, **script: Any) -> Chain:
                 StageSpec(None, (), begin, end, LAYERS, begin == 0, end == LAYERS),  # type: ignore[arg-type]
                 (clock or Clock()).sleep,
             )
-            for begin, end in zip(cuts, cuts[1:], strict=False)  # noqa: RUF007
+            for begin, end in pairwise(cuts)
         ]
     )
 
