@@ -1,0 +1,138 @@
+"""From a manifest, options and offers to what each stage is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarmnode.api.backend import LoadOptions
+from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
+from swarmnode.cluster.placement import PeerResources
+from swarmnode.config import Settings, read_settings
+from swarmnode.errors import LoadRefused
+from swarmnode.ids import NodeId, RingId
+from swarmnode.roles.planning import PlannedRing, plan_ring, serving_dtype
+
+GIB = 1 << 30
+PEERS = [PeerResources(NodeId(f"n{i}"), f"peer-{i}", (8 - i) * GIB) for i in range(4)]
+
+
+def entry(path: str) -> FileEntry:
+    return FileEntry(path=path, size=100, sha256="ab" * 32)
+
+
+MANIFEST = Manifest(
+    format=1,
+    id="tiny",
+    base="somewhere/tiny",
+    architecture=Architecture(
+        name="LlamaForCausalLM",
+        model_type="llama",
+        num_layers=6,
+        hidden_size=64,
+        vocab_size=1000,
+        context_tokens=2048,
+        kv_values_per_token_layer=128,
+        layer_params=(1000,) * 6,
+        embed_params=500,
+        head_params=500,
+    ),
+    num_stages=2,
+    boundaries=(4,),
+    dtype="bfloat16",
+    eos_token_ids=(2, 7),
+    files=(
+        entry("tokenizer/tokenizer.json"),
+        entry("tokenizer/config.json"),
+        entry("shards/stage-0/model.safetensors"),
+        entry("shards/stage-1/model.safetensors"),
+    ),
+)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return read_settings(tmp_path, {})
+
+
+def plan(options: LoadOptions, settings: Settings, manifest: Manifest = MANIFEST) -> PlannedRing:
+    return plan_ring(manifest, options, PEERS, settings, RingId("r1"), 3)
+
+
+def test_every_stage_is_told_its_layers_and_just_its_files(settings: Settings) -> None:
+    planned = plan(LoadOptions(), settings)
+    assert [(s.stage, s.num_stages, s.first_layer, s.end_layer, s.num_layers) for s in planned.specs] == [
+        (0, 2, 0, 4, 6),
+        (1, 2, 4, 6, 6),
+    ]
+    common = ["tokenizer/tokenizer.json", "tokenizer/config.json"]
+    assert [[f.path for f in s.files] for s in planned.specs] == [
+        [*common, "shards/stage-0/model.safetensors"],
+        [*common, "shards/stage-1/model.safetensors"],
+    ]
+    assert {(s.ring, s.epoch, s.model, s.eos_token_ids) for s in planned.specs} == {("r1", (3, 0), "tiny", (2, 7))}
+
+
+def test_another_stage_count_reads_the_shards_it_overlaps(settings: Settings) -> None:
+    planned = plan(LoadOptions(num_stages=3), settings)
+    shards = [[f.path[7:14] for f in s.files if f.path.startswith("shards/")] for s in planned.specs]
+    assert shards == [["stage-0"], ["stage-0"], ["stage-1"]]
+
+
+def test_one_stage_takes_everything(settings: Settings) -> None:
+    (spec,) = plan(LoadOptions(num_stages=1), settings).specs
+    assert (spec.first_layer, spec.end_layer) == (0, 6)
+    assert len(spec.files) == 4
+
+
+def test_all_stages_share_one_budget(settings: Settings) -> None:
+    planned = plan(LoadOptions(), settings)
+    assert {(s.kv_tokens, s.context_tokens, s.max_in_flight) for s in planned.specs} == {
+        (planned.plan.kv_tokens, 2048, planned.plan.max_in_flight)
+    }
+
+
+@pytest.mark.parametrize(
+    ("held_at_once", "running", "waiting"),
+    [(None, 8, 8), (20, 8, 12), (8, 8, 0), (3, 3, 0)],
+)
+def test_r6_a_peer_holds_what_the_setting_says_served_or_waiting(
+    settings: Settings, held_at_once: int | None, running: int, waiting: int
+) -> None:
+    head = plan(LoadOptions(), replace(settings, max_in_flight=held_at_once)).specs[0]
+    assert (head.max_in_flight, head.max_waiting) == (running, waiting)
+
+
+def test_settings_reach_the_head(settings: Settings) -> None:
+    changed = replace(settings, in_flight=3, typical_tokens=99, max_batch=2)
+    head = plan(LoadOptions(), changed).specs[0]
+    assert (head.max_in_flight, head.typical_tokens, head.max_group) == (3, 99, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "served"),
+    [
+        ("auto", "float32", "float32"),
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float16", "bfloat16"),
+        ("float32", "float16", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_the_serving_dtype(asked: str, stored: str, served: str) -> None:
+    assert serving_dtype(asked, stored) == served
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", ""])
+def test_a_dtype_nobody_serves_is_refused_by_name(settings: Settings, dtype: str) -> None:
+    with pytest.raises(LoadRefused, match="auto, float32, bfloat16") as refused:
+        plan(LoadOptions(dtype=dtype), settings)
+    assert refused.value.param == "dtype"
+    assert repr(dtype) in str(refused.value)
+
+
+def test_a_load_that_cannot_work_is_refused_before_anything_is_made(settings: Settings) -> None:
+    with pytest.raises(LoadRefused, match="7 stages asked for, but the model has 6 layers"):
+        plan(LoadOptions(num_stages=7), settings)
