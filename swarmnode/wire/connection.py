@@ -237,6 +237,7 @@ class Connection:
             self._channels.pop(event.channel)
             channel.fail(LinkBroken(f"the peer reset the channel (code {event.code})"))
         elif event.status != 200:
+            self._channels.pop(event.channel)  # what follows on it is only the end of the refusal
             channel.fail(LinkBroken(f"the peer refused a {channel.kind} channel with status {event.status}"))
 
     def _opened(self, event: h2s.Opened) -> None:

@@ -141,7 +141,8 @@ class H2Session:
 
     def receive_data(self, data: Buffer, now: float) -> list[Event]:
         """Take bytes as they came; `now` in seconds of a monotonic clock."""
-        self._refuse_if_closed()
+        if self._closed:
+            raise ProtocolError("the peer sent more after the connection was closed")
         try:
             self._guard.inspect(memoryview(data), now)
             events = self._translate(self._h2.receive_data(data), now)
@@ -206,8 +207,10 @@ class H2Session:
     # -- what we do
 
     def open_channel(self, path: str, headers: Headers = ()) -> ChannelId:
-        """Open a channel; raises Overloaded when the connection has as many as the peer allows."""
-        self._refuse_if_closed()
+        """Open a channel; raises Overloaded when the connection has as many as the peer allows, LinkBroken when it
+        is closed."""
+        if self._closed:
+            raise LinkBroken("the connection is closed")
         try:
             channel = ChannelId(self._h2.get_next_available_stream_id())
             pseudo = ((":method", "POST"), (":scheme", "https"), (":authority", "swarmnode"), (":path", path))
@@ -354,10 +357,6 @@ class H2Session:
     def _credit(self, channel: ChannelId, credit: int) -> None:
         if credit:
             self._h2.acknowledge_received_data(credit, channel)
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise ProtocolError("the connection is closed")
 
 
 def _take(out: _Outbound, most: int) -> bytes | memoryview:

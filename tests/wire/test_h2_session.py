@@ -233,8 +233,10 @@ def test_goaway_reaches_the_peer() -> None:
     client.session.close()
     (event,) = server.session.receive_data(client.session.data_to_send(), 0.0)
     assert event == h2s.Closed(0)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match="after the connection was closed"):
         server.session.receive_data(b"x", 0.0)
+    with pytest.raises(LinkBroken, match="is closed"):
+        client.session.open_channel("/channel/steps")
 
 
 # -- floods
