@@ -24,10 +24,10 @@ from rich.table import Table
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.ring.messages import Group, Piece, Row
 from swarmnode.ring.work import Activation
-from swarmnode.wire import direct
 from swarmnode.wire.address import Address, parse_address
 from swarmnode.wire.blocking import FrameReader, FrameWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.lane import LaneReceiver, LaneSender
 from swarmnode.wire.link import Channel, Hello, Identity
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "2.6 MB": 256 * 5120 * 2}
 """A decode row of hidden size 512 and 8192, and a prompt piece of 256 positions of hidden size 5120, all bf16."""
 _WARM_UP = 50
+TRANSPORT = DirectTransport(None)
 _BUDGET_BYTES = 400 << 20
 """Round trips of a size stop here, so that the large one does not take minutes."""
 
@@ -193,7 +194,7 @@ async def far_node() -> None:
     async with trio.open_nursery() as nursery:
 
         async def listen(*, task_status: trio.TaskStatus[Address]) -> None:
-            await direct.listen(Address("127.0.0.1", 0), handler, identity("far"), task_status=task_status)
+            await TRANSPORT.listen(Address("127.0.0.1", 0), handler, identity("far"), task_status=task_status)
 
         print(await nursery.start(listen), flush=True)
         await served.wait()
@@ -203,7 +204,7 @@ async def far_node() -> None:
 async def near_node(far: Address, asked: int) -> None:
     """Child process: dials, lets its worker measure, prints what it measured."""
     route = Route(start_part("measuring-worker", str(asked), stdin=subprocess.PIPE), "act", "tok")
-    async with direct.dial(far, "steps", identity("near")) as channel:
+    async with TRANSPORT.dial(far, "steps", identity("near")) as channel:
         await route.run_until_measured(channel)
     route.pipe.close()
     print(json.dumps(route.results), flush=True)

@@ -24,9 +24,9 @@ from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.context import NodeContext, PeerResources
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.peer import Peer
-from swarmnode.wire import direct
 from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
+from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.traffic import Traffic
@@ -103,14 +103,15 @@ class _Node:
     async def run(self) -> None:
         identity = _identity(self._options, self._settings)
         traffic = Traffic()
+        transport = DirectTransport(None)
         async with open_flat_nursery() as nursery:
             address: Address = await nursery.start(
-                _listen, self._options.swarm_listen, self._serve_channel, identity, traffic
+                _listen, transport, self._options.swarm_listen, self._serve_channel, identity, traffic
             )
             context = NodeContext(
                 identity=replace(identity, listen=(str(self._options.advertise or address),)),
                 settings=self._settings,
-                transport=direct,
+                transport=transport,
                 traffic=traffic,
                 emit=self._emit,
             )
@@ -158,6 +159,7 @@ class _Node:
 
 
 async def _listen(
+    transport: DirectTransport,
     address: Address,
     handler: Callable[..., object],
     identity: Identity,
@@ -166,7 +168,7 @@ async def _listen(
     task_status: trio.TaskStatus[Address],
 ) -> None:
     try:
-        await direct.listen(address, handler, identity, traffic=traffic, task_status=task_status)  # type: ignore[arg-type]
+        await transport.listen(address, handler, identity, traffic=traffic, task_status=task_status)  # type: ignore[arg-type]
     except LinkBroken as error:
         raise Conflict(f"{error.message}; choose another --swarm-listen") from error
 

@@ -1,84 +1,163 @@
-"""Direct links: TCP between two nodes, HTTP/2 on it, HELLO and WELCOME on every channel."""
+"""Direct links: TCP between two nodes, TLS on it, HTTP/2 in it, HELLO and WELCOME on every channel."""
 
 from __future__ import annotations
 
+import logging
 import socket
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.connection import Connection, DirectChannel
-from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, TCP_USER_TIMEOUT_S
+from swarmnode.wire.crowd import Crowd
+from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, JOIN_S, TCP_USER_TIMEOUT_S
 from swarmnode.wire.handshake import greet
-from swarmnode.wire.link import CHANNEL_KINDS, NO_OPTIONS
+from swarmnode.wire.link import CHANNEL_KINDS, JOIN_KIND, NO_OPTIONS
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.serving import Service, count
+from swarmnode.wire.tls import Secured
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from swarmnode.wire.certificates import NodeCertificate
     from swarmnode.wire.link import Channel, ChannelHandler, Identity, LinkOptions
+    from swarmnode.wire.tls import SwarmTls
     from swarmnode.wire.traffic import Traffic
 
 NOTSENT_LOWAT_BYTES = 128 << 10
 """More than this unsent in the kernel and a small frame would wait behind it where we cannot take turns."""
 
+_UNGUARDED: AbstractContextManager[None] = nullcontext()
+_log = logging.getLogger(__name__)
 
-@asynccontextmanager
-async def dial(
-    address: Address,
-    kind: str,
-    identity: Identity,
-    options: LinkOptions = NO_OPTIONS,
-) -> AsyncIterator[Channel]:
-    """See `link.Transport.dial`."""
-    stream = await _connect(require_loopback(address))
-    async with dial_over(_secure(stream), kind, identity, options) as channel:
-        yield channel
+
+class DirectTransport:
+    """A `link.Transport` over TCP. Without `tls` nothing is encrypted or proved, so it stays on this machine: that is
+    for benchmarks and tests of what lies above; a node always has it."""
+
+    def __init__(self, tls: SwarmTls | None) -> None:
+        self.tls = tls
+
+    @asynccontextmanager
+    async def dial(
+        self,
+        address: Address,
+        kind: str,
+        identity: Identity,
+        options: LinkOptions = NO_OPTIONS,
+    ) -> AsyncIterator[Channel]:
+        """See `link.Transport.dial`."""
+        address = address if self.tls is not None else require_loopback(address)
+        secured = await self._secure(await connect(address))
+        async with dial_over(secured.stream, kind, identity, options, secured.peer, self._guard(secured)) as channel:
+            yield channel
+
+    async def listen(
+        self,
+        address: Address,
+        handler: ChannelHandler,
+        identity: Identity,
+        *,
+        traffic: Traffic | None = None,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """See `link.Transport.listen`."""
+        address = address if self.tls is not None else require_loopback(address)
+        listeners = await _open_listeners(address)
+        server = Server(handler, identity, traffic)
+        crowds = Crowds()
+
+        async def serve(stream: trio.SocketStream) -> None:
+            _tune(stream)
+            await self._serve(stream, server, crowds)
+
+        async with open_flat_nursery() as nursery:
+            await nursery.start(trio.serve_listeners, serve, listeners)
+            task_status.started(Address(address.host, listeners[0].socket.getsockname()[1]))
+
+    async def _secure(self, stream: trio.abc.Stream) -> Secured:
+        """The one place where TLS is put around a dialed stream."""
+        return Secured(stream, None) if self.tls is None else await self.tls.secure_dialed(stream)
+
+    def _guard(self, secured: Secured) -> AbstractContextManager[None]:
+        if self.tls is None or secured.peer is None:
+            return nullcontext()
+        return self.tls.until_revoked(secured.peer.node)
+
+    async def _serve(self, stream: trio.SocketStream, server: Server, crowds: Crowds) -> None:
+        """The one place where TLS is put around an accepted stream, and where what its end may do is decided."""
+        if self.tls is None:
+            await server.serve(stream)
+            return
+        source = stream.socket.getpeername()[0] if stream.socket.fileno() >= 0 else ""
+        try:
+            with crowds.shaking.place(source):
+                secured = await self.tls.secure_accepted(stream)
+            if secured.peer is None:
+                with crowds.joining.place(source), trio.move_on_after(JOIN_S):
+                    await server.serve(secured.stream, Admission(kinds=(JOIN_KIND,), source=source))
+            elif self.tls.is_revoked(secured.peer.node):
+                with trio.move_on_after(JOIN_S):  # long enough to be told
+                    await server.serve(secured.stream, Admission(kinds=(), source=source))
+            else:
+                with self._guard(secured):
+                    await server.serve(secured.stream, Admission(certified=secured.peer, source=source))
+        except SwarmError as error:
+            _log.info("a connection from %s ended: %s", source, error)
+            await trio.aclose_forcefully(stream)
 
 
 @asynccontextmanager
 async def dial_over(
-    stream: trio.abc.Stream, kind: str, identity: Identity, options: LinkOptions = NO_OPTIONS
+    stream: trio.abc.Stream,
+    kind: str,
+    identity: Identity,
+    options: LinkOptions = NO_OPTIONS,
+    certified: NodeCertificate | None = None,
+    guard: AbstractContextManager[None] = _UNGUARDED,
 ) -> AsyncIterator[Channel]:
-    """`dial`, over a stream that is connected already."""
+    """`dial`, over a stream that is connected already, to whom its handshake said; `guard` may end the connection."""
     async with open_flat_nursery() as nursery:
         connection = Connection(stream, client=True)
-        nursery.start_soon(connection.run)
+        nursery.start_soon(_run, connection, guard)
         async with connection.open_channel(kind) as channel:
-            channel.welcome = await greet(channel, identity, options.parameters)
+            channel.certified = certified
+            channel.welcome = await greet(channel, identity, options)
             count(channel, channel.welcome.identity, options.parameters, options.traffic)
             yield channel
         await connection.aclose()
         nursery.cancel_scope.cancel()
 
 
-async def listen(
-    address: Address,
-    handler: ChannelHandler,
-    identity: Identity,
-    *,
-    traffic: Traffic | None = None,
-    task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """See `link.Transport.listen`."""
-    address = require_loopback(address)
-    try:
-        (listener,) = await trio.open_tcp_listeners(address.port, host=address.host)
-    except OSError as error:
-        raise LinkBroken(f"cannot listen on {address}: {error}") from error
-    server = Server(handler, identity, traffic)
+async def _run(connection: Connection, guard: AbstractContextManager[None]) -> None:
+    with guard:
+        await connection.run()
 
-    async def serve(stream: trio.SocketStream) -> None:
-        _tune(stream)
-        await server.serve(_secure(stream))
 
-    async with open_flat_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, serve, [listener])
-        task_status.started(Address(address.host, listener.socket.getsockname()[1]))
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the other end of an accepted connection proved, and the channels it may open."""
+
+    kinds: tuple[str, ...] = CHANNEL_KINDS
+    certified: NodeCertificate | None = None
+    source: str = ""
+
+
+OPEN = Admission(kinds=(*CHANNEL_KINDS, JOIN_KIND))
+"""Within this machine, without TLS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crowds:
+    """Connections that have proved nothing. A home's nodes share one address, so a source has room for several."""
+
+    shaking: Crowd = field(default_factory=lambda: Crowd(places=256, per_source=64))
+    joining: Crowd = field(default_factory=lambda: Crowd(places=32, per_source=8))
 
 
 class Server:
@@ -87,7 +166,7 @@ class Server:
     def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic | None = None) -> None:
         self._service = Service(handler, identity, traffic)
 
-    async def serve(self, stream: trio.abc.Stream) -> None:
+    async def serve(self, stream: trio.abc.Stream, admission: Admission = OPEN) -> None:
         """One connection, until it ends; nothing that happens on it raises here."""
         opened = trio.Event()
 
@@ -95,11 +174,12 @@ class Server:
 
             def on_open(channel: DirectChannel) -> None:
                 opened.set()
-                if channel.kind in CHANNEL_KINDS:
+                if channel.kind in admission.kinds:
+                    channel.certified, channel.source = admission.certified, admission.source
                     connection.accept(channel)
                     nursery.start_soon(self._service.serve, channel)
                 else:
-                    connection.refuse(channel, 404)
+                    connection.refuse(channel, 403 if channel.kind in OPEN.kinds else 404)
 
             connection = Connection(stream, client=False, on_open=on_open)
             nursery.start_soon(_close_unless, opened, connection)
@@ -114,7 +194,21 @@ async def _close_unless(opened: trio.Event, connection: Connection) -> None:
         await connection.aclose()
 
 
-async def _connect(address: Address) -> trio.SocketStream:
+async def _open_listeners(address: Address) -> list[trio.SocketListener]:
+    """For every address that the host's name stands for; with port 0 only the first, since each would get its own."""
+    try:
+        listeners = await trio.open_tcp_listeners(address.port, host=address.host)
+    except OSError as error:
+        raise LinkBroken(f"cannot listen on {address}: {error}") from error
+    if address.port == 0:
+        for extra in listeners[1:]:
+            await extra.aclose()
+        del listeners[1:]
+    return listeners
+
+
+async def connect(address: Address) -> trio.SocketStream:
+    """A tuned TCP stream; raises LinkBroken."""
     try:
         with trio.fail_after(CONNECT_S):
             stream = await trio.open_tcp_stream(address.host, address.port)
@@ -123,11 +217,6 @@ async def _connect(address: Address) -> trio.SocketStream:
     except OSError as error:
         raise LinkBroken(f"cannot connect to {address}: {error}") from error
     _tune(stream)
-    return stream
-
-
-def _secure(stream: trio.abc.Stream) -> trio.abc.Stream:
-    """The one place where TLS is put around a stream; until then `require_loopback` keeps links on this machine."""
     return stream
 
 

@@ -10,21 +10,32 @@ from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.wire.deadlines import HELLO_S
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.link import Channel, Hello, Identity, Parameters, Welcome
+from swarmnode.wire.link import (
+    DIALED_BY,
+    NO_OPTIONS,
+    SERVED_BY,
+    Channel,
+    Hello,
+    Identity,
+    LinkOptions,
+    Parameters,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-async def greet(channel: Channel, identity: Identity, parameters: Parameters) -> Welcome:
+async def greet(channel: Channel, identity: Identity, options: LinkOptions = NO_OPTIONS) -> Welcome:
     """The dialer's part. Raises LinkBroken when no answer came in time, or the error it was refused with."""
-    await channel.send(_hello_frame(identity, parameters))
+    await channel.send(_hello_frame(identity, options.parameters))
     answer = await _first_frame(channel, "WELCOME")
     if answer.kind != "welcome":
         raise ProtocolError(f"the peer answered hello with {answer.kind}")
     header = answer.header
     if not identity.protocol[0] <= header["protocol"] <= identity.protocol[1]:
         raise ProtocolError(f"the peer chose protocol {header['protocol']}; offered were {_range(identity.protocol)}")
+    _check_answerer(channel, header["node"], options.node)
     return Welcome(header["protocol"], _identity(header, protocol=(header["protocol"],) * 2))
 
 
@@ -33,6 +44,7 @@ async def answer(channel: Channel, identity: Identity) -> Hello:
     first = await _first_frame(channel, "HELLO")
     if first.kind != "hello":
         raise ProtocolError(f"the first frame of a channel is {first.kind}; it must be hello")
+    _check_dialer(channel, first.header)
     theirs = _range_of(first.header)
     chosen = choose_protocol(identity.protocol, theirs)
     about = {"caps": list(identity.capabilities), "term": identity.term}
@@ -50,6 +62,28 @@ def choose_protocol(ours: tuple[int, int], theirs: tuple[int, int]) -> int:
             "update the older program"
         )
     return chosen
+
+
+def _check_dialer(channel: Channel, hello: Mapping[str, Any]) -> None:
+    """HELLO may only say what the certificate says, too."""
+    certified = channel.certified
+    if certified is None:
+        return
+    if hello["node"] != certified.node:
+        raise ProtocolError(f"hello names node {hello['node']:.40}, but the certificate is that of {certified.node}")
+    if DIALED_BY not in certified.roles or not set(hello["roles"]) <= set(certified.roles):
+        raise ProtocolError(f"node {certified.node:.8} is certified as {', '.join(certified.roles) or 'nothing'} only")
+
+
+def _check_answerer(channel: Channel, node: str, expected: NodeId | None) -> None:
+    certified = channel.certified
+    if certified is not None:
+        if node != certified.node:
+            raise ProtocolError(f"welcome names node {node:.40}, but the certificate is that of {certified.node}")
+        if SERVED_BY[channel.kind] not in certified.roles:
+            raise ProtocolError(f"node {node:.8} serves {channel.kind} channels without the certificate for it")
+    if expected is not None and node != expected:
+        raise LinkBroken(f"node {node:.8} answered where {expected:.8} was expected")
 
 
 async def _first_frame(channel: Channel, what: str) -> Frame:

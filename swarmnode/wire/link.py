@@ -19,11 +19,25 @@ if TYPE_CHECKING:
     from swarmnode.ids import BootId, NodeId, RingId
     from swarmnode.ring.messages import Epoch
     from swarmnode.wire.address import Address
+    from swarmnode.wire.certificates import NodeCertificate
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.traffic import Counts, Traffic
 
 CHANNEL_KINDS = ("control", "requests", "files", "steps", "prompts")
 """Each has a connection of its own, so that nothing small waits behind something big."""
+JOIN_KIND = "join"
+"""The one channel for a node that has no certificate yet."""
+SERVED_BY = {
+    "control": "coordinator",
+    "requests": "coordinator",
+    "files": "coordinator",
+    JOIN_KIND: "coordinator",
+    "steps": "peer",
+    "prompts": "peer",
+}
+"""The role a listener's certificate must hold: a peer cannot pass for the coordinator."""
+DIALED_BY = "peer"
+"""The role a dialer's certificate must hold."""
 PROTOCOL = (1, 1)
 """Oldest and newest protocol this program speaks."""
 
@@ -82,6 +96,10 @@ class Channel(ABC):
     counts: Counts
     welcome: Welcome | None = None
     """On the dialer's side: who answered."""
+    certified: NodeCertificate | None = None
+    """Who the other end proved to be; None on links within this process and on `join` channels."""
+    source: str = ""
+    """On the listener's side: the address that the connection came from."""
 
     @abstractmethod
     async def send(self, frame: Frame) -> None:
@@ -143,13 +161,15 @@ class LinkOptions:
 
     parameters: Parameters = NO_PARAMETERS
     traffic: Traffic | None = None
+    node: NodeId | None = None
+    """Who must answer; None: any node of the right role."""
 
 
 NO_OPTIONS = LinkOptions()
 
 
 class Transport(Protocol):
-    """Makes channels. The modules `direct` and, with virtual time, a `memory.MemoryNetwork` are transports."""
+    """Makes channels: a `direct.DirectTransport` or, with virtual time, a `memory.MemoryNetwork`."""
 
     def dial(
         self,

@@ -14,7 +14,7 @@ from swarmnode.wire import limits
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import LENGTH_BYTES, decode, encode_bytes
 from swarmnode.wire.handshake import greet
-from swarmnode.wire.link import CHANNEL_KINDS, NO_OPTIONS, Channel
+from swarmnode.wire.link import CHANNEL_KINDS, JOIN_KIND, NO_OPTIONS, Channel
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.serving import Service, count
 from swarmnode.wire.traffic import Counts
@@ -154,13 +154,13 @@ class MemoryNetwork:
         options: LinkOptions = NO_OPTIONS,
     ) -> AsyncIterator[Channel]:
         await trio.sleep(2 * self.latency_s)
-        if address not in self._listening or kind not in CHANNEL_KINDS:
+        if address not in self._listening or kind not in (*CHANNEL_KINDS, JOIN_KIND):
             raise LinkBroken(f"cannot connect to {address}: nobody serves {kind} channels there")
         channel, theirs = memory_pair(kind, self.latency_s)
         service, nursery = self._listening[address]
         nursery.start_soon(service.serve, theirs)
         async with channel:
-            channel.welcome = await greet(channel, identity, options.parameters)
+            channel.welcome = await greet(channel, identity, options)
             count(channel, channel.welcome.identity, options.parameters, options.traffic)
             yield channel
 

@@ -60,7 +60,7 @@ class StreamNetwork:
 
 @pytest.fixture(params=["tcp", "streams", "memory"])
 def transport(request: pytest.FixtureRequest) -> Transport:
-    return {"tcp": direct, "streams": StreamNetwork(), "memory": MemoryNetwork()}[request.param]
+    return {"tcp": direct.DirectTransport(None), "streams": StreamNetwork(), "memory": MemoryNetwork()}[request.param]
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from swarmnode.wire.connection import Connection
 from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, CONNECT_S, HELLO_S, TCP_USER_TIMEOUT_S
 from swarmnode.wire.frames import Frame, encode_bytes
 from swarmnode.wire.handshake import greet
-from swarmnode.wire.link import NO_PARAMETERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from swarmnode.wire.link import Channel, Hello, Identity
 
 ANYWHERE = Address("127.0.0.1", 0)
+PLAIN = direct.DirectTransport(None)
 
 
 def raw(size: int) -> Frame:
@@ -95,7 +95,7 @@ async def test_a_listener_that_never_accepts_is_given_up(attic: Identity, monkey
     monkeypatch.setattr(trio, "open_tcp_stream", never)
     monkeypatch.setattr(direct, "CONNECT_S", 0.02)
     with pytest.raises(LinkBroken, match="did not answer within"):
-        async with direct.dial(Address("127.0.0.1", 9), "steps", attic):
+        async with PLAIN.dial(Address("127.0.0.1", 9), "steps", attic):
             pytest.fail("the link came up")
     assert CONNECT_S == 5
 
@@ -105,7 +105,7 @@ async def test_nobody_listens(attic: Identity) -> None:
         unused.bind(("127.0.0.1", 0))
         address = Address(*unused.getsockname())
         with pytest.raises(LinkBroken, match=f"cannot connect to {address}"):
-            async with direct.dial(address, "steps", attic):
+            async with PLAIN.dial(address, "steps", attic):
                 pytest.fail("the link came up")
 
 
@@ -152,7 +152,7 @@ async def test_bad_frames_end_their_channel_with_the_reason(
         async with client_connection(near) as connection:
             bad, good = connection.open_channel("steps"), connection.open_channel("steps")
             for channel in (bad, good):
-                await greet(channel, attic, NO_PARAMETERS)
+                await greet(channel, attic)
             connection.session.send(bad._id, data)
             connection.wake_writer()
             with pytest.raises(ProtocolError):
@@ -168,7 +168,7 @@ async def test_a_channel_that_ends_inside_a_frame(attic: Identity, cellar: Ident
         nursery.start_soon(serve, far, cellar)
         async with client_connection(near) as connection:
             channel = connection.open_channel("steps")
-            await greet(channel, attic, NO_PARAMETERS)
+            await greet(channel, attic)
             connection.session.send(channel._id, encode_bytes(raw(100))[:50])
             connection.session.finish(channel._id)
             connection.wake_writer()
@@ -216,7 +216,7 @@ async def test_a_broken_connection_wakes_everyone_at_once(
         async with client_connection(near) as connection:
             channels = [connection.open_channel("steps") for _ in range(2 * waiting)]
             for channel in channels:
-                await greet(channel, attic, NO_PARAMETERS)
+                await greet(channel, attic)
             for number, channel in enumerate(channels):
                 nursery.start_soon(wait if number % 2 else fill, channel)
             await trio.sleep(10)
@@ -235,7 +235,7 @@ async def test_a_write_that_hangs_does_not_delay_the_news_of_a_broken_connection
         nursery.start_soon(serve, far, cellar)
         async with client_connection(near) as connection:
             channel = connection.open_channel("steps")
-            await greet(channel, attic, NO_PARAMETERS)
+            await greet(channel, attic)
             near.send_stream.send_all_hook = trio.sleep_forever
             await channel.send(raw(1))
             await trio.sleep(10)
@@ -253,10 +253,10 @@ async def test_the_listener_going_away_is_noticed_over_tcp(attic: Identity, cell
 
         async def listen(*, task_status: trio.TaskStatus[Address]) -> None:
             with scope:
-                await direct.listen(ANYWHERE, echo, cellar, task_status=task_status)
+                await PLAIN.listen(ANYWHERE, echo, cellar, task_status=task_status)
 
         address = await nursery.start(listen)
-        async with direct.dial(address, "steps", attic) as channel:
+        async with PLAIN.dial(address, "steps", attic) as channel:
             scope.cancel()
             with trio.fail_after(5), pytest.raises(LinkBroken):
                 await channel.receive()
@@ -272,7 +272,7 @@ async def test_many_channels_on_one_connection_keep_their_order(attic: Identity,
     async def talk(connection: Connection, sizes: list[int]) -> None:
         channel = connection.open_channel("files")
         async with channel, trio.open_nursery() as inner:
-            await greet(channel, attic, NO_PARAMETERS)
+            await greet(channel, attic)
 
             async def send() -> None:
                 for size in sizes:
@@ -295,7 +295,7 @@ async def test_channels_come_and_go_without_end(attic: Identity, cellar: Identit
         async with client_connection(near) as connection:
             for number in range(300):
                 async with connection.open_channel("requests") as channel:
-                    await greet(channel, attic, NO_PARAMETERS)
+                    await greet(channel, attic)
                     await channel.send(raw(number))
                     assert len((await channel.receive()).body) == number
                 await trio.sleep(0.1)
@@ -309,7 +309,7 @@ async def test_queued_frames_leave_in_one_write(attic: Identity, cellar: Identit
         nursery.start_soon(serve, far, cellar)
         async with client_connection(near) as connection:
             channel = connection.open_channel("steps")
-            await greet(channel, attic, NO_PARAMETERS)
+            await greet(channel, attic)
             writes = 0
             deliver = near.send_stream.send_all_hook
             assert deliver is not None
@@ -343,8 +343,8 @@ async def test_sockets_are_tuned(attic: Identity, cellar: Identity, monkeypatch:
 
     monkeypatch.setattr(direct, "_tune", note)
     async with trio.open_nursery() as nursery:
-        address = await nursery.start(partial(direct.listen, ANYWHERE, echo, cellar))
-        async with direct.dial(address, "steps", attic):
+        address = await nursery.start(partial(PLAIN.listen, ANYWHERE, echo, cellar))
+        async with PLAIN.dial(address, "steps", attic):
             assert len(tuned) == 2
         nursery.cancel_scope.cancel()
 
@@ -353,17 +353,17 @@ async def test_sockets_are_tuned(attic: Identity, cellar: Identity, monkeypatch:
 async def test_only_loopback_addresses_until_tls(attic: Identity, cellar: Identity, host: str) -> None:
     address = Address(host, 4000)
     with pytest.raises(InvalidRequest, match="not encrypted"):
-        await direct.listen(address, echo, cellar)
+        await PLAIN.listen(address, echo, cellar)
     with pytest.raises(InvalidRequest, match="not encrypted"):
-        async with direct.dial(address, "steps", attic):
+        async with PLAIN.dial(address, "steps", attic):
             pytest.fail("the link came up")
 
 
 async def test_an_address_in_use_is_named(cellar: Identity) -> None:
     async with trio.open_nursery() as nursery:
-        address = await nursery.start(partial(direct.listen, ANYWHERE, echo, cellar))
+        address = await nursery.start(partial(PLAIN.listen, ANYWHERE, echo, cellar))
         with pytest.raises(LinkBroken, match=f"cannot listen on {address}"):
-            await direct.listen(address, echo, cellar)
+            await PLAIN.listen(address, echo, cellar)
         nursery.cancel_scope.cancel()
 
 
