@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,9 +18,10 @@ from swarmnode.cli.local_swarm import LocalSwarm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 WAIT_S = 15.0
+COMMAND_S = 60.0
+"""No command of the tests takes this long, a demo over a model that is there included."""
 
 REPLY = "Bees swarm in spring. 蜂の群れ 🐝 and that is all there is to say about it."
 SCRIPT = {
@@ -92,3 +98,34 @@ def start_swarm(folder: Path, models_root: Path, peers: int, environment: dict[s
         local.stop()
         raise
     return Swarm(local)
+
+
+def swarmnode(*arguments: object, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end, away from any terminal, with nothing of the caller's SWARM_ variables."""
+    return subprocess.run(
+        [sys.executable, "-m", "swarmnode", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S,
+        env=clean_environment(**environment),
+    )
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
+    return {**own, "OMP_NUM_THREADS": "1", **extra}
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of all processes under `pid`, children before grandchildren."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                parents.setdefault(int(parent), []).append(int(folder.name))
+    found = [pid]
+    for known in found:
+        found += parents.get(known, [])
+    return found[1:]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption
+from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, model_path
 from swarmnode.cli.output import JsonFlag, console, print_json
 
 LOAD_HELP = """Load a model over the peers of the swarm.
@@ -67,7 +67,7 @@ def model_load(
     options |= {"peers": peer} if peer else {}
     client = ApiClient(api)
     if not wait:
-        status = client.post(f"/api/v1/models/{model}/load", options)
+        status = client.post(model_path(model, "load"), options)
     elif json_output:
         status = follow_load(client, model, options, lambda _: None)
     else:
@@ -83,7 +83,7 @@ def model_unload(
     json_output: JsonFlag = False,
 ) -> None:
     client = ApiClient(api, silence_s=UNLOAD_SILENCE_S)
-    status = client.post(f"/api/v1/models/{model}/unload", {"force": force})
+    status = client.post(model_path(model, "unload"), {"force": force})
     _print_status(status, json_output=json_output)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnode.errors import ContextTooLong, InternalError, InvalidRequest, LinkBroken, SwarmError, from_wire
+from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -87,6 +88,14 @@ class ApiClient:
             ) from error
         except (httpx.HTTPError, ValueError) as error:
             raise LinkBroken(f"the API at {self.base_url} broke off: {error or type(error).__name__}") from error
+
+
+def model_path(model: str, action: str) -> str:
+    """The URL path of a model's admin route; raises InvalidRequest for an id that would change the path."""
+    try:
+        return f"/api/v1/models/{parse_model_id(model)}/{action}"
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
 
 
 def _checked_url(url: str) -> str:

@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.cli.client import model_path
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ def follow_load(
     client: ApiClient, model: str, options: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]
 ) -> dict[str, Any]:
     """Load and give every status to `show` until the model is ready; returns the last one. Raises LoadFailed."""
-    status = client.post(f"/api/v1/models/{model}/load", options)
+    status = client.post(model_path(model, "load"), options)
     while status["state"] == "loading":
         show(status)
         time.sleep(POLL_S)
-        status = client.get(f"/api/v1/models/{model}/status")
+        status = client.get(model_path(model, "status"))
     show(status)
     if status["state"] != "ready":
         why = status["error"]["message"] if status.get("error") else f"it is {status['state']}"
