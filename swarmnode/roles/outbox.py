@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from swarmnode.wire.pipe import FramePipe
 
 MAX_FRAMES = 4096
-"""Frames that may wait here. What a ring has under way is bounded by its scheduler far below this, so a queue this
-long means that the other end stopped reading."""
+MAX_BYTES = 256 << 20
+"""Frames and bytes of body that may wait here. What a ring has under way is bounded by its scheduler (at most one prompt
+piece of a few MiB per stage, and as many rows as sessions), so a longer queue means that the other end stopped reading."""
 
 
 class Outbox:
@@ -25,15 +26,20 @@ class Outbox:
 
     def __init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel["Frame"](MAX_FRAMES)
+        self._bytes = 0
 
     def post(self, frame: Frame) -> None:
-        """Queue a frame; raises LinkBroken when the other end has let `MAX_FRAMES` pile up."""
+        """Queue a frame; raises LinkBroken when the other end has let too much pile up."""
+        if self._bytes and self._bytes + len(frame.body) > MAX_BYTES:
+            raise LinkBroken(f"the other end left {self._bytes} bytes unread")
         try:
             self._send.send_nowait(frame)
         except trio.WouldBlock:
             raise LinkBroken(f"the other end left {MAX_FRAMES} frames unread") from None
+        self._bytes += len(frame.body)
 
     async def run(self, channel: Channel | FramePipe, stamp: Callable[[Frame], Frame] = lambda frame: frame) -> None:
         """Send what is posted, each frame as `stamp` returns it; raises LinkBroken when the channel does."""
         async for frame in self._receive:
             await channel.send(stamp(frame))
+            self._bytes -= len(frame.body)
