@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 4096
 MAX_BYTES = 256 << 20
-"""Frames and bytes of body that may wait here. What a ring has under way is bounded by its scheduler (at most one prompt
-piece of a few MiB per stage, and as many rows as sessions), so a longer queue means that the other end stopped reading."""
+"""Frames, and bytes of body, that may wait here. What a ring has under way is bounded by its scheduler (a prompt piece
+of a few MiB per stage, a row per session), so a longer queue means that the other end stopped reading."""
 
 
 class Outbox:
