@@ -69,6 +69,7 @@ class RingLoop:
         """Serve until `close`."""
         while True:
             work = self._machine.next_work(time.monotonic())
+            self._flush()  # a frame that was refused instead of run has freed a session and sent its failure
             if work is None:
                 self._report_gauges(idle=True)
                 if not self._take_inputs(wait=True):

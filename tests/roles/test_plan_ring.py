@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +14,9 @@ from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.planning import PlannedRing, plan_ring, serving_dtype
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GIB = 1 << 30
 PEERS = [PeerResources(NodeId(f"n{i}"), f"peer-{i}", (8 - i) * GIB) for i in range(4)]

@@ -1,0 +1,93 @@
+"""The worker's loop around the real machines, in a real thread: what is decided is sent, without waiting for more."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import pytest
+from ring_world import EOS, GREEDY, WatchedEngine, head_config, stage_spec
+
+from swarmnode.compute.ring_loop import RingLoop
+from swarmnode.compute.script import Script
+from swarmnode.ids import RequestId, SessionId
+from swarmnode.ring.head import Cancel, Finished, Head, HeadEvent, Open, Sampled
+from swarmnode.ring.messages import Envelope, Failed, Group, Row
+from swarmnode.ring.stage import Stage
+from swarmnode.ring.work import Activation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PATIENCE_S = 10.0
+"""For a thread to do what takes microseconds."""
+
+
+class RunningLoop:
+    def __init__(self, machine: Head | Stage, engine: WatchedEngine) -> None:
+        self.sent: SimpleQueue[Envelope] = SimpleQueue()
+        self.events: SimpleQueue[HeadEvent] = SimpleQueue()
+        self.gauges: SimpleQueue[Mapping[str, int]] = SimpleQueue()
+        self._machine = machine
+        self.loop = RingLoop(
+            machine, engine, send=self.sent.put, drain_events=self._take_events, report=self.gauges.put
+        )
+        self._thread = threading.Thread(target=self.loop.run)
+
+    def __enter__(self) -> RunningLoop:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def _take_events(self) -> None:
+        if isinstance(self._machine, Head):
+            for event in self._machine.events():
+                self.events.put(event)
+
+
+@pytest.fixture
+def stage() -> Iterator[RunningLoop]:
+    with RunningLoop(Stage(1, 2), WatchedEngine(Script(), stage_spec(1, 2))) as running:
+        yield running
+
+
+@pytest.fixture
+def head() -> Iterator[RunningLoop]:
+    script = Script(default=(5, 6))
+    with RunningLoop(Head(head_config(1)), WatchedEngine(script, stage_spec(0, 1))) as running:
+        yield running
+
+
+def events_to_the_end(running: RunningLoop) -> list[HeadEvent]:
+    events = [running.events.get(timeout=PATIENCE_S)]
+    while not isinstance(events[-1], Finished):
+        events.append(running.events.get(timeout=PATIENCE_S))
+    return events
+
+
+def test_a_frame_that_is_refused_is_answered_though_nothing_else_comes(stage: RunningLoop) -> None:
+    group = Group((Row(SessionId(3), 0, 9),), Activation("float32", (1, 8), bytes(32)))
+    stage.loop.inbox.put(Envelope("act", group))
+    answer = stage.sent.get(timeout=PATIENCE_S)
+    assert isinstance(answer.message, Failed)
+    assert (answer.lane, answer.message.session, answer.message.code) == ("tok", 3, "cache_gap")
+
+
+def test_a_chat_runs_to_its_end_and_the_last_gauges_are_zero(head: RunningLoop) -> None:
+    head.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 9, GREEDY))
+    events = events_to_the_end(head)
+    assert [e.token for e in events if isinstance(e, Sampled)] == [5, 6, EOS]
+    while (gauges := head.gauges.get(timeout=PATIENCE_S))["kv_reserved_tokens"]:
+        pass
+    assert (gauges["running"], gauges["kv_tokens"], gauges["kv_bytes"]) == (0, 0, 0)
+
+
+def test_a_cancel_is_taken_between_two_steps(head: RunningLoop) -> None:
+    head.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 4000, GREEDY))
+    head.loop.inbox.put(Cancel(RequestId("q")))
+    assert isinstance(events_to_the_end(head)[-1], Finished)
