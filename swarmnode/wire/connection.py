@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from swarmnode.wire.frames import Frame
 
 _CANCEL = 0x8
+_REFUSALS = {403: "to this node: it was removed from the swarm, or its certificate is not for that"}
 
 
 class DirectChannel(Channel):
@@ -40,6 +41,10 @@ class DirectChannel(Channel):
         self._broken: SwarmError | None = None
         self._unreadable: ProtocolError | None = None
         """Nothing after a bad frame can be read, but the other side can still be told why."""
+
+    def limit_frames(self, max_frame_bytes: int) -> None:
+        """Before anything was received: refuse longer frames."""
+        self._decoder = FrameDecoder(max_frame_bytes)
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -238,7 +243,8 @@ class Connection:
             channel.fail(LinkBroken(f"the peer reset the channel (code {event.code})"))
         elif event.status != 200:
             self._channels.pop(event.channel)  # what follows on it is only the end of the refusal
-            channel.fail(LinkBroken(f"the peer refused a {channel.kind} channel with status {event.status}"))
+            why = _REFUSALS.get(event.status, f"with status {event.status}")
+            channel.fail(LinkBroken(f"the peer refused a {channel.kind} channel {why}"))
 
     def _opened(self, event: h2s.Opened) -> None:
         kind = event.path.removeprefix(h2s.PATH_PREFIX)

@@ -6,11 +6,13 @@ import logging
 import socket
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import trio
 
 from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.wire import limits
 from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.connection import Connection, DirectChannel
 from swarmnode.wire.crowd import Crowd
@@ -100,7 +102,7 @@ class DirectTransport:
                 secured = await self.tls.secure_accepted(stream)
             if secured.peer is None:
                 with crowds.joining.place(source), trio.move_on_after(JOIN_S):
-                    await server.serve(secured.stream, Admission(kinds=(JOIN_KIND,), source=source))
+                    await server.serve(secured.stream, _stranger(source))
             elif self.tls.is_revoked(secured.peer.node):
                 with trio.move_on_after(JOIN_S):  # long enough to be told
                     await server.serve(secured.stream, Admission(kinds=(), source=source))
@@ -146,10 +148,18 @@ class Admission:
     kinds: tuple[str, ...] = CHANNEL_KINDS
     certified: NodeCertificate | None = None
     source: str = ""
+    max_channels: float = inf
+    """In the connection's whole life."""
+    max_frame_bytes: int = limits.MAX_FRAME_BYTES
 
 
 OPEN = Admission(kinds=(*CHANNEL_KINDS, JOIN_KIND))
 """Within this machine, without TLS."""
+
+
+def _stranger(source: str) -> Admission:
+    """For a connection without a certificate: one channel, to join on, and small frames."""
+    return Admission((JOIN_KIND,), source=source, max_channels=1, max_frame_bytes=limits.MAX_JOIN_FRAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +179,17 @@ class Server:
     async def serve(self, stream: trio.abc.Stream, admission: Admission = OPEN) -> None:
         """One connection, until it ends; nothing that happens on it raises here."""
         opened = trio.Event()
+        channels = 0
 
         async with open_flat_nursery() as nursery:
 
             def on_open(channel: DirectChannel) -> None:
+                nonlocal channels
                 opened.set()
-                if channel.kind in admission.kinds:
+                channels += 1
+                if channel.kind in admission.kinds and channels <= admission.max_channels:
                     channel.certified, channel.source = admission.certified, admission.source
+                    channel.limit_frames(admission.max_frame_bytes)
                     connection.accept(channel)
                     nursery.start_soon(self._service.serve, channel)
                 else:

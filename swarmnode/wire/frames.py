@@ -59,10 +59,10 @@ def frame_size(encoded: tuple[bytes, Buffer]) -> int:
     return len(encoded[0]) + len(encoded[1])
 
 
-def check_length(length: int) -> None:
+def check_length(length: int, most: int = limits.MAX_FRAME_BYTES) -> None:
     """Refuse a declared frame length before a byte of the frame is waited for."""
-    if not 0 < length <= limits.MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame declares {length} bytes; allowed are 1 to {limits.MAX_FRAME_BYTES}")
+    if not 0 < length <= most:
+        raise ProtocolError(f"a frame declares {length} bytes; allowed are 1 to {most}")
 
 
 def decode(data: Buffer) -> Frame:
@@ -115,7 +115,8 @@ class FrameDecoder:
     A large frame is put together once, from the pieces as they came: growing one buffer would copy it again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = limits.MAX_FRAME_BYTES) -> None:
+        self._most = max_frame_bytes
         self._parts: list[Buffer] = []
         self._wanted = LENGTH_BYTES
         self.buffered = 0
@@ -128,7 +129,7 @@ class FrameDecoder:
             return []
         whole = memoryview(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
         self._parts, self.buffered = [], 0
-        frames, rest, self._wanted = _split(whole)
+        frames, rest, self._wanted = _split(whole, self._most)
         self._keep(rest)
         return frames
 
@@ -145,13 +146,13 @@ class FrameDecoder:
             self._parts.append(bytearray(data))
 
 
-def _split(view: memoryview) -> tuple[list[Frame], memoryview, int]:
+def _split(view: memoryview, most: int) -> tuple[list[Frame], memoryview, int]:
     """The whole frames in `view`, what is left, and how much that has to grow to."""
     frames: list[Frame] = []
     start = 0
     while len(view) - start >= LENGTH_BYTES:
         length = int.from_bytes(view[start : start + LENGTH_BYTES], "big")
-        check_length(length)
+        check_length(length, most)
         end = start + LENGTH_BYTES + length
         if end > len(view):
             return frames, view[start:], end - start

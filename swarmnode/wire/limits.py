@@ -14,6 +14,8 @@ MAX_BODY_BYTES = 64 << 20
 """A body: 1024 fp32 positions of hidden size 16384, the largest piece the largest open models are cut into."""
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES
 """What the four length bytes may say (header and body together)."""
+MAX_JOIN_FRAME_BYTES = 16 << 10
+"""A frame of somebody who has no certificate yet: a name, a secret and a request of some 500 bytes."""
 MAX_TEXT_CHARS = 16_000
 """Characters of one `text` frame: at four bytes each they still fit a header; a longer text goes in several."""
 MAX_MAP_BODY_BYTES = 16 << 20

@@ -216,6 +216,16 @@ def _load_kinds() -> tuple[Kind, ...]:
     )
 
 
+def _join_kinds() -> tuple[Kind, ...]:
+    return (
+        _kind("ca", "join", (), "map"),
+        _kind("join", "join", (), "map"),
+        _kind("renew", "join", (), "map"),
+        _kind("issued", "join", (), "map"),
+        _kind("revoked", "join", (), "map"),
+    )
+
+
 def _other_kinds() -> tuple[Kind, ...]:
     fetch = (
         _key("model", Text(96)),
@@ -241,7 +251,7 @@ def _other_kinds() -> tuple[Kind, ...]:
 
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
-    for kinds in (_link_kinds(), _ring_kinds(), _request_kinds(), _load_kinds(), _other_kinds())
+    for kinds in (_link_kinds(), _ring_kinds(), _request_kinds(), _load_kinds(), _join_kinds(), _other_kinds())
     for kind in kinds
 }
 

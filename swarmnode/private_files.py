@@ -1,0 +1,31 @@
+"""Files only this user may read, replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PRIVATE_MODE = 0o600
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: 0600 from its first byte on, and after a crash the old file or the new one.
+
+    The caller keeps two writers of one path apart. Raises OSError.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_MODE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,158 @@
+"""What a node keeps of itself in its data directory: its key (made on the first start), its certificate, its swarm."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from cryptography import x509
+
+from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.private_files import write_private
+from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.tls import CredentialFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from swarmnode.ids import NodeId
+
+T = TypeVar("T")
+FOLDER = "identity"
+MAX_FILE_BYTES = 64 << 10
+"""PEM files and a list of addresses: beyond this it is not ours."""
+MAX_ADDRESSES = 8
+"""Addresses of coordinators a peer remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which swarm a node belongs to, and where its coordinators answered last."""
+
+    ca: x509.Certificate
+    certificate: x509.Certificate
+    coordinators: tuple[Address, ...]
+
+    @property
+    def about(self) -> certs.NodeCertificate:
+        return certs.read_certificate(self.certificate)
+
+
+class NodeIdentity:
+    """The folder `identity/` of a data directory, 0700; every file in it 0600."""
+
+    def __init__(self, folder: Path, key: certs.PrivateKey) -> None:
+        self.folder = folder
+        self.key = key
+        self.node: NodeId = certs.node_id(key.public_key())
+
+    @classmethod
+    def open(cls, data_dir: Path) -> NodeIdentity:
+        """Read the key, or make it. Raises InvalidRequest for a damaged one: a new key would be a new node."""
+        folder = data_dir / FOLDER
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "key.pem"
+        key = _read(path, certs.key_from_pem)
+        if key is None:
+            key = certs.new_key()
+            write_private(path, certs.key_to_pem(key))
+        return cls(folder, key)
+
+    @property
+    def files(self) -> CredentialFiles:
+        return CredentialFiles(self.folder / "key.pem", self.folder / "certificate.pem", self.folder / "ca.pem")
+
+    def membership(self) -> Membership | None:
+        """The swarm this node belongs to; None before it joined one."""
+        ca = _read(self.files.ca, x509.load_pem_x509_certificate)
+        certificate = _read(self.files.certificate, x509.load_pem_x509_certificate)
+        if ca is None or certificate is None:
+            return None
+        if certs.node_id(certificate.public_key()) != self.node:  # type: ignore[arg-type]
+            raise InvalidRequest(f"{self.files.certificate} is not for the key beside it; restore them together")
+        return Membership(ca, certificate, _read(self.folder / "coordinators.json", _parse_addresses) or ())
+
+    def join(self, ca: x509.Certificate, certificate: x509.Certificate, coordinators: Sequence[Address]) -> None:
+        """Become a member. Raises Conflict where the node belongs to another swarm already."""
+        self.check_swarm(certs.fingerprint(ca))
+        self.remember(coordinators)
+        write_private(self.files.ca, certs.to_pem(ca))
+        self.renew(certificate)
+
+    def renew(self, certificate: x509.Certificate) -> None:
+        """Keep a certificate that was checked (`certificates.check_issued`) and is for this node's key."""
+        if certs.read_certificate(certificate).node != self.node:
+            raise ProtocolError("the certificate that came is another node's")
+        write_private(self.files.certificate, certs.to_pem(certificate))
+
+    def remember(self, coordinators: Sequence[Address]) -> None:
+        text = json.dumps([str(address) for address in coordinators[:MAX_ADDRESSES]])
+        write_private(self.folder / "coordinators.json", text.encode())
+
+    def check_swarm(self, ca_hash: bytes) -> None:
+        """Raises Conflict where this node belongs to a swarm with another CA."""
+        member = self.membership()
+        if member is not None and certs.fingerprint(member.ca) != ca_hash:
+            raise Conflict(
+                f"{self.folder.parent} belongs to another swarm; join this one with another --data-dir, or remove "
+                f"{self.folder} to leave the old one for good"
+            )
+
+
+class SwarmAuthority:
+    """The CA of the swarm that a coordinator made; its key lies beside the coordinator's own, 0600."""
+
+    def __init__(self, certificate: x509.Certificate, key: certs.PrivateKey) -> None:
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def open(cls, identity: NodeIdentity, now: float) -> SwarmAuthority:
+        """The CA in the identity's folder, made on the first start. Raises Conflict where the node is a peer."""
+        path = identity.folder / "ca-key.pem"
+        key = _read(path, certs.key_from_pem)
+        certificate = _read(identity.files.ca, x509.load_pem_x509_certificate)
+        if key is None and certificate is not None:
+            raise Conflict(
+                f"{identity.folder.parent} belongs to a peer of another coordinator's swarm; a coordinator needs a "
+                "--data-dir of its own"
+            )
+        if key is None:
+            key = certs.new_key()
+            write_private(path, certs.key_to_pem(key))
+        if certificate is None:
+            certificate = certs.new_ca(key, now)
+            write_private(identity.files.ca, certs.to_pem(certificate))
+        if certificate.public_key() != key.public_key():
+            raise InvalidRequest(f"{identity.files.ca} is not the certificate of {path}; restore them together")
+        return cls(certificate, key)
+
+    def issue(self, request_der: bytes, roles: Sequence[str], now: float) -> x509.Certificate:
+        """A node's certificate. Raises ProtocolError for a request that is none."""
+        return certs.issue(self.certificate, self._key, certs.read_request(request_der), roles, now)
+
+
+def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
+    """What `parse` makes of a file; None where there is no file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        return parse(data)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidRequest(
+            f"{path} cannot be read ({error!s:.200}); restore it, or remove {path.parent} to become a new node"
+        ) from error
+
+
+def _parse_addresses(data: bytes) -> tuple[Address, ...]:
+    addresses = json.loads(data)
+    if not isinstance(addresses, list):
+        raise ValueError("it is not a list of addresses")
+    return tuple(parse_address(str(address)) for address in addresses[:MAX_ADDRESSES])

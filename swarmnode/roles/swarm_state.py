@@ -1,0 +1,65 @@
+"""The coordinator's document on disk: who may still join, who is in, who was removed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from swarmnode.cluster.join_book import JoinBook
+from swarmnode.cluster.node_book import NodeBook
+from swarmnode.errors import InvalidRequest
+from swarmnode.private_files import write_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+T = TypeVar("T")
+FORMAT = 1
+MAX_FILE_BYTES = 4 << 20
+"""Ten thousand nodes with four serials each take about 3 MiB."""
+
+
+class SwarmState:
+    """A change is on disk (temp file, fsync, rename) before it is answered, and takes effect only then."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises InvalidRequest for a damaged file: an unreadable list of removed nodes must not let them in."""
+        self._path = path
+        self._changing = trio.Lock()
+        self.version, self.joins, self.nodes = _read(path)
+
+    async def change(self, edit: Callable[[JoinBook, NodeBook], T]) -> T:
+        """Apply `edit` to copies and keep them; whatever it raises leaves everything as it was."""
+        async with self._changing:
+            joins, nodes = JoinBook(self.joins.records()), NodeBook(self.nodes.records())
+            result = edit(joins, nodes)
+            document = {
+                "format": FORMAT,
+                "version": self.version + 1,
+                "joins": joins.as_json(),
+                "nodes": nodes.as_json(),
+            }
+            data = json.dumps(document, indent=1).encode()
+            await trio.to_thread.run_sync(write_private, self._path, data)
+            self.version, self.joins, self.nodes = self.version + 1, joins, nodes
+            return result
+
+
+def _read(path: Path) -> tuple[int, JoinBook, NodeBook]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        document = json.loads(data)
+        if document["format"] != FORMAT:
+            raise ValueError(f"its format is {document['format']!r:.20}, this program reads {FORMAT}")
+        joins, nodes = JoinBook.from_json(document["joins"]), NodeBook.from_json(document["nodes"])
+        return int(document["version"]), joins, nodes
+    except FileNotFoundError:
+        return 0, JoinBook(), NodeBook()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"the swarm's document {path} cannot be read ({error!r:.200}); restore it") from error
