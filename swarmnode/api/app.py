@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations at run time
 from starlette.responses import JSONResponse, Response
 
 import swarmnode
+from swarmnode.api.auth import AuthMiddleware, authorize, needs, open_to_all
 from swarmnode.api.chat import chat_router
 from swarmnode.api.errors import HttpError, error_response
 from swarmnode.api.exchange import ExchangeMiddleware
+from swarmnode.api.hosts import HostMiddleware
 from swarmnode.api.limits import DEFAULT_LIMITS, ApiLimits
 from swarmnode.api.middleware import (
     ContentMiddleware,
@@ -24,34 +26,40 @@ from swarmnode.api.middleware import (
     RequestIdMiddleware,
 )
 from swarmnode.api.models import admin_router, openai_models_router
+from swarmnode.api.tokens import tokens_router
+from swarmnode.cluster.token_book import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from swarmnode.api.auth import Credentials
     from swarmnode.api.backend import Backend
+    from swarmnode.api.hosts import HostRules
 
 
 def create_app(
     backend: Backend,
     *,
     limits: ApiLimits = DEFAULT_LIMITS,
-    allowed_origins: Sequence[str] = ("*",),
-    guards: Sequence[Middleware] = (),
+    hosts: HostRules | None = None,
+    credentials: Credentials | None = None,
 ) -> FastAPI:
-    """The application. `guards` (Host check, tokens) see every request but OPTIONS, before its body is read.
+    """The application. Hosts and tokens are checked on every request but OPTIONS, before its body is read.
 
-    A guard refuses by raising HttpError, or by answering itself.
+    None of either means no such check: for a port that nobody else can reach.
     """
+    guards = [Middleware(HostMiddleware, rules=hosts)] if hosts is not None else []
+    guards += [Middleware(AuthMiddleware, credentials=credentials)] if credentials is not None else []
     app = FastAPI(
         title="swarmnode",
         version=swarmnode.__version__,
+        dependencies=[Depends(authorize)] if credentials is not None else [],
+        openapi_url=None,  # FastAPI's own route would have no dependencies
         docs_url=None,  # both pages load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,  # paths are normalised before routing
         middleware=[
             Middleware(ExchangeMiddleware, limits=limits),
             Middleware(RequestIdMiddleware),
-            Middleware(CorsMiddleware, allowed_origins=allowed_origins),
+            Middleware(CorsMiddleware, allowed_origins=hosts.origins if hosts is not None else ()),
             Middleware(ErrorMiddleware),
             Middleware(PathMiddleware),
             *guards,
@@ -62,6 +70,8 @@ def create_app(
     app.include_router(chat_router(backend, limits))
     app.include_router(openai_models_router(backend))
     app.include_router(admin_router(backend))
+    if credentials is not None:
+        app.include_router(tokens_router(credentials.tokens))
     _add_plain_routes(app)
     app.add_exception_handler(HTTPException, _routing_error)
     return app
@@ -69,19 +79,26 @@ def create_app(
 
 def _add_plain_routes(app: FastAPI) -> None:
     @app.get("/health", response_model=None)
+    @open_to_all
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
     @app.get("/", response_model=None)
+    @needs(Scope.READ)
     async def root() -> Response:
         return JSONResponse({"name": "swarmnode", "version": swarmnode.__version__, "openai": "/v1"})
+
+    @app.get("/openapi.json", response_model=None, include_in_schema=False)
+    @needs(Scope.READ)
+    async def schema() -> Response:
+        return JSONResponse(app.openapi())
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405, in OpenAI's shape."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers: dict[str, str] = dict(getattr(error, "headers", None) or {})
-    where = f"{request.method} {request.url.path[:200]}"
+    where = f"{request.method} {request.scope['path'][:200]}"
     if status == 405:
         allow = _with_head(headers.pop("Allow", headers.pop("allow", "")))
         return error_response(

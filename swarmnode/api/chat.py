@@ -14,17 +14,20 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import JSONResponse, Response
 
 from swarmnode.api import sse
+from swarmnode.api.auth import needs
 from swarmnode.api.backend import ChatRequest, Done, TextDelta
 from swarmnode.api.errors import describe, error_response, internal_error
-from swarmnode.api.exchange import ClientLeft, exchange_of
+from swarmnode.api.exchange import exchange_of
 from swarmnode.api.json_body import parse_json_object
 from swarmnode.api.middleware import REQUEST_ID_KEY
 from swarmnode.api.openai_models import ChatBody, parse_chat
+from swarmnode.cluster.token_book import Scope
 from swarmnode.errors import InternalError, SwarmError
 from swarmnode.ring.work import Sampling
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Receive, Send
+    from starlette.types import Scope as AsgiScope
 
     from swarmnode.api.backend import Backend, ChatEvent, ModelCard
     from swarmnode.api.limits import ApiLimits
@@ -39,6 +42,7 @@ MAX_SEED = (1 << 63) - 1
 def chat_router(backend: Backend, limits: ApiLimits) -> APIRouter:
     """`POST /v1/chat/completions` and the same under `/api`."""
 
+    @needs(Scope.OPERATE)
     async def chat(request: Request) -> Response:
         body = parse_chat(parse_json_object(await exchange_of(request.scope).body()))
         chat_request = to_chat_request(body, backend.model(body.model))
@@ -99,11 +103,11 @@ def expected_failure(error: Exception, request_id: str) -> SwarmError:
     return internal_error(request_id)
 
 
-async def whole_reply(backend: Backend, request: ChatRequest, scope: Scope) -> JSONResponse:
+async def whole_reply(backend: Backend, request: ChatRequest, scope: AsgiScope) -> JSONResponse:
     """Collect all events of a request that is not streamed; a client that leaves cancels it."""
     done: Done | None = None
     texts: list[str] = []
-    with exchange_of(scope).generation() as generation:
+    with exchange_of(scope).generation():
         try:
             async with backend.open_chat(request) as events:
                 async for event in events:
@@ -113,9 +117,6 @@ async def whole_reply(backend: Backend, request: ChatRequest, scope: Scope) -> J
                         done = event
         except Exception as error:
             raise expected_failure(error, scope[REQUEST_ID_KEY]) from error
-    if generation.cancelled_caught:
-        log.info("request %s: the client left", scope[REQUEST_ID_KEY])
-        raise ClientLeft
     if done is None:
         raise InternalError("the reply ended without an end event")
     return JSONResponse(_completion(request, "".join(texts), done))
@@ -155,19 +156,23 @@ class ChatStream(Response):
         self._limits = limits
         self._chunks = sse.ChunkEncoder(new_reply_id(), int(time.time()), request.model, include_usage=include_usage)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id: str = scope[REQUEST_ID_KEY]
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         sink, source = trio.open_memory_channel["ChatEvent | SwarmError"](EVENTS_AHEAD)
-        with exchange_of(scope).generation() as generation:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._take_events, sink, request_id)
-                first = await _next(source)
-                if isinstance(first, SwarmError):
-                    await error_response(first)(scope, receive, send)
-                else:
+        started = False
+        try:
+            with exchange_of(scope).generation():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._take_events, sink, scope[REQUEST_ID_KEY])
+                    first = await _next(source)
+                    if isinstance(first, SwarmError):
+                        await error_response(first)(scope, receive, send)
+                        return
+                    started = True
                     await self._write(first, source, send)
-        if generation.cancelled_caught:
-            log.info("request %s: the client left", request_id)
+        except SwarmError as error:  # cut
+            if not started:
+                raise
+            await send({"type": "http.response.body", "body": sse.error_event(describe(error)[1]), "more_body": True})
 
     async def _take_events(self, sink: trio.MemorySendChannel[ChatEvent | SwarmError], request_id: str) -> None:
         with sink:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from swarmnode.api.limits import ApiLimits
+    from swarmnode.errors import SwarmError
 
 SCOPE_KEY = "swarmnode.exchange"
 
@@ -37,21 +38,36 @@ class Exchange:
         self._progress = trio.Event()
         self._delivered = False
         self._generations: set[trio.CancelScope] = set()
+        self._cut_by: SwarmError | None = None
         self.left = trio.Event()
         self.complete = trio.Event()
         self.too_large = _declared_length(scope) > limits.body_bytes
 
     @contextmanager
-    def generation(self) -> Iterator[trio.CancelScope]:
-        """Work for this client alone: cancelled as soon as it leaves."""
+    def generation(self) -> Iterator[None]:
+        """Work for this client alone: cancelled as soon as it leaves or is cut.
+
+        Then raises ClientLeft, or the error it was cut by.
+        """
+        if self.left.is_set() or self._cut_by is not None:
+            raise self._cut_by or ClientLeft
         with trio.CancelScope() as scope:
-            if self.left.is_set():
-                scope.cancel()
             self._generations.add(scope)
             try:
-                yield scope
+                yield
             finally:
                 self._generations.discard(scope)
+        if scope.cancelled_caught:
+            raise self._cut_by or ClientLeft
+
+    def cut(self, error: SwarmError) -> None:
+        """End this exchange's work although the client is still there; `error` tells it why."""
+        self._cut_by = error
+        self._cancel_generations()
+
+    def _cancel_generations(self) -> None:
+        for scope in self._generations:
+            scope.cancel()
 
     async def body(self) -> bytes:
         """The whole body; raises HttpError 413 or 408, or ClientLeft."""
@@ -83,8 +99,7 @@ class Exchange:
             self._take(message)
         self.left.set()
         self._progress.set()
-        for scope in self._generations:
-            scope.cancel()
+        self._cancel_generations()
 
     def _take(self, message: Message) -> None:
         data = message.get("body", b"")

@@ -63,7 +63,7 @@ class CorsMiddleware:
     No credentials are ever allowed: API tokens travel in Authorization, which a page must hold itself.
     """
 
-    def __init__(self, app: ASGIApp, allowed_origins: Iterable[str] = ("*",)) -> None:
+    def __init__(self, app: ASGIApp, allowed_origins: Iterable[str] = ()) -> None:
         self._app = app
         self._allowed = frozenset(allowed_origins)
 
@@ -135,6 +135,7 @@ class ErrorMiddleware:
         try:
             await self._app(scope, receive, watched_send)
         except ClientLeft:
+            log.info("request %s: the client left", scope[REQUEST_ID_KEY])
             return
         except (SwarmError, HttpError) as error:
             response = error_response(error)

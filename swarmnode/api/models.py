@@ -8,15 +8,18 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations at run time
 from starlette.responses import JSONResponse, Response
 
+from swarmnode.api.auth import needs
 from swarmnode.api.backend import LoadOptions
-from swarmnode.api.exchange import ClientLeft, exchange_of
+from swarmnode.api.exchange import exchange_of
 from swarmnode.api.json_body import parse_json_object
 from swarmnode.api.middleware import HEAD_KEY
 from swarmnode.api.openai_models import LoadBody, UnloadBody, parse_shape
+from swarmnode.cluster.token_book import Scope
 from swarmnode.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Receive, Send
+    from starlette.types import Scope as AsgiScope
 
     from swarmnode.api.backend import Backend, ModelCard
 
@@ -28,10 +31,12 @@ def openai_models_router(backend: Backend) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models", response_model=None)
+    @needs(Scope.READ)
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [openai_model(card) for card in backend.models()]})
 
     @router.get("/v1/models/{model}", response_model=None)
+    @needs(Scope.READ)
     async def get_model(model: str) -> Response:
         return JSONResponse(openai_model(backend.model(model)))
 
@@ -56,36 +61,41 @@ def admin_router(backend: Backend) -> APIRouter:
     router = APIRouter(prefix="/api/v1")
 
     @router.get("/models", response_model=None)
+    @needs(Scope.READ)
     async def list_models() -> Response:
         return JSONResponse({"models": [model_json(card) for card in backend.models()]})
 
     @router.get("/models/{model}", response_model=None)
+    @needs(Scope.READ)
     async def get_model(model: str) -> Response:
         return JSONResponse(model_json(backend.model(model)))
 
     @router.get("/models/{model}/status", response_model=None)
+    @needs(Scope.READ)
     async def get_status(model: str) -> Response:
         return JSONResponse(dict(backend.status(model)))
 
     @router.get("/models/{model}/archive", response_model=None)
+    @needs(Scope.OPERATE)
     async def get_archive(model: str) -> Response:
         return Archive(backend, backend.model(model))
 
     @router.post("/models/{model}/load", response_model=None)
+    @needs(Scope.OPERATE)
     async def load(model: str, request: Request) -> Response:
         options = load_options(parse_shape(LoadBody, await _optional_object(request)))
-        with exchange_of(request.scope).generation() as waiting:  # the load itself goes on
+        with exchange_of(request.scope).generation():  # the load itself goes on
             status = dict(await backend.load(backend.model(model).id, options))
-        if waiting.cancelled_caught:
-            raise ClientLeft
         return JSONResponse(status, status_code=200 if options.wait else 202)
 
     @router.post("/models/{model}/unload", response_model=None)
+    @needs(Scope.OPERATE)
     async def unload(model: str, request: Request) -> Response:
         body = parse_shape(UnloadBody, await _optional_object(request))
         return JSONResponse(dict(await backend.unload(backend.model(model).id, force=bool(body.force))))
 
     @router.get("/nodes", response_model=None)
+    @needs(Scope.READ)
     async def get_nodes() -> Response:
         return JSONResponse(dict(backend.nodes()))
 
@@ -126,7 +136,7 @@ class Archive(Response):
         self._backend = backend
         self._card = card
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         start = {
             "type": "http.response.start",
             "status": 200,
@@ -139,10 +149,9 @@ class Archive(Response):
             await send(start)
             await send({"type": "http.response.body", "body": b""})
             return
-        with exchange_of(scope).generation() as download:
+        with exchange_of(scope).generation():
             async with self._backend.archive(self._card.id) as parts:
                 await send(start)
                 async for part in parts:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-        if not download.cancelled_caught:
-            await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": b""})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,17 @@ import pytest
 import trio
 
 from swarmnode.api.app import create_app
+from swarmnode.api.auth import Credentials
+from swarmnode.api.hosts import HostRules, host_rules
 from swarmnode.api.limits import ApiLimits
 from swarmnode.api.replay import ReplayBackend
 from swarmnode.api.server import open_api_listeners, serve_api
+from swarmnode.cluster.token_book import parse_scope
+from swarmnode.roles.token_store import TokenStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
 LIMITS = ApiLimits(
     body_bytes=64 << 10,
@@ -29,6 +35,8 @@ LIMITS = ApiLimits(
     grace_s=0.3,
 )
 CHAT = "/v1/chat/completions"
+ANY_HOST = HostRules(frozenset({"127.0.0.1", "x"}), origins=frozenset({"*"}))
+LOCAL_SECRET = "the command line's own secret"
 
 
 @dataclass
@@ -135,17 +143,18 @@ def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": "replay-1", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
-@pytest.fixture
-async def gateway(request: pytest.FixtureRequest, nursery: trio.Nursery) -> AsyncIterator[Gateway]:
-    """`parametrize("gateway", [{"write_s": 30.0}], indirect=True)` changes limits."""
-    limits = replace(LIMITS, **getattr(request, "param", {}))
-    backend = ReplayBackend()
+@asynccontextmanager
+async def running(
+    backend: ReplayBackend, nursery: trio.Nursery, limits: ApiLimits, **options: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway over `backend`; `options` go to `create_app`."""
     scope, ended = trio.CancelScope(), trio.Event()
     listeners = await open_api_listeners("127.0.0.1", 0)
+    app = create_app(backend, limits=limits, **options)
 
     async def run(task_status: Any) -> None:
         with scope:
-            await serve_api(create_app(backend, limits=limits), listeners, limits=limits, task_status=task_status)
+            await serve_api(app, listeners, limits=limits, task_status=task_status)
         ended.set()
 
     [(_, port)] = await nursery.start(run)
@@ -155,13 +164,53 @@ async def gateway(request: pytest.FixtureRequest, nursery: trio.Nursery) -> Asyn
         verify=False,
         trust_env=False,  # loading CAs takes 30 ms a test
     ) as client:
-        running = Gateway(backend, port, client, scope, ended)
-        yield running
-    for stream in running.streams:
+        gateway = Gateway(backend, port, client, scope, ended)
+        yield gateway
+    for stream in gateway.streams:
         await trio.aclose_forcefully(stream)
     scope.cancel()
     with trio.fail_after(5):
         await ended.wait()
+
+
+@pytest.fixture
+async def gateway(request: pytest.FixtureRequest, nursery: trio.Nursery) -> AsyncIterator[Gateway]:
+    """`parametrize("gateway", [{"write_s": 30.0}], indirect=True)` changes limits."""
+    limits = replace(LIMITS, **getattr(request, "param", {}))
+    async with running(ReplayBackend(), nursery, limits, hosts=ANY_HOST) as gateway:
+        yield gateway
+
+
+class Clock:
+    """Unix time that a test moves."""
+
+    now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Guarded:
+    """A gateway with tokens, and the store behind them."""
+
+    gateway: Gateway
+    store: TokenStore
+    clock: Clock
+
+    async def token(self, scope: str, expires_in_s: float | None = None) -> str:
+        _, token = await self.store.issue(f"a {scope} token", parse_scope([scope]), expires_in_s)
+        return token
+
+
+@pytest.fixture
+async def guarded(request: pytest.FixtureRequest, tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Guarded]:
+    """Tokens and Host checked as on a node's port; `parametrize("guarded", [True], indirect=True)` requires tokens."""
+    clock = Clock()
+    store = TokenStore(tmp_path / "tokens.json", required=getattr(request, "param", False), clock=clock)
+    options = {"hosts": host_rules("127.0.0.1", names=["x"]), "credentials": Credentials(store, LOCAL_SECRET)}
+    async with running(ReplayBackend(), nursery, LIMITS, **options) as gateway:
+        yield Guarded(gateway, store, clock)
 
 
 @pytest.fixture

@@ -1,0 +1,93 @@
+"""The API tokens on disk: a `TokenBook` in a 0600 file, changed by temp file, fsync and rename."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.cluster.token_book import SECRET_BYTES, TokenBook
+from swarmnode.errors import InvalidRequest
+from swarmnode.private_files import write_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from swarmnode.cluster.token_book import Scope, TokenRecord
+
+VERSION = 1
+MAX_FILE_BYTES = 1 << 20
+"""A thousand tokens with the longest labels take about 600 KiB."""
+
+
+class TokenStore:
+    """Implements `api.auth.Tokens`. A change is on disk before it is answered, and takes effect only then."""
+
+    def __init__(self, path: Path, *, required: bool, clock: Callable[[], float] = time.time) -> None:
+        """Read `path`; raises InvalidRequest where it is damaged: an unreadable list must not mean an open API.
+
+        `required` enforces tokens even while there are none. `clock` gives Unix seconds.
+        """
+        self._path = path
+        self._required = required
+        self._clock = clock
+        self._book = _read(path)
+        self._changing = trio.Lock()
+        self._watchers: list[Callable[[str], None]] = []
+
+    def enforced(self) -> bool:
+        return self._required or self._book.enforced(self._clock())
+
+    def authenticate(self, token: str) -> TokenRecord | None:
+        return self._book.authenticate(token, self._clock())
+
+    def records(self) -> Sequence[TokenRecord]:
+        return self._book.pruned(self._clock()).records
+
+    def when_revoked(self, watcher: Callable[[str], None]) -> None:
+        """Call `watcher` with the id of every token that is revoked from now on."""
+        self._watchers.append(watcher)
+
+    async def issue(self, label: str, scope: Scope, expires_in_s: float | None) -> tuple[TokenRecord, str]:
+        """The new token's record, and the token, which is shown this once."""
+        async with self._changing:
+            secret = secrets.token_bytes(SECRET_BYTES)
+            book, record, token = self._book.issue(label, scope, secret, self._clock(), expires_in_s)
+            await self._keep(book)
+        return record, token
+
+    async def revoke(self, token_id: str) -> TokenRecord:
+        async with self._changing:
+            book, record = self._book.revoke(token_id, self._clock())
+            await self._keep(book)
+        for watcher in self._watchers:
+            watcher(record.id)
+        return record
+
+    async def _keep(self, book: TokenBook) -> None:
+        """In a thread: an fsync can take a disk's second. Once begun it is not abandoned."""
+        text = json.dumps({"version": VERSION, "tokens": book.as_json()}, indent=1)
+        await trio.to_thread.run_sync(write_private, self._path, text.encode())
+        self._book = book
+
+
+def _read(path: Path) -> TokenBook:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            raise ValueError(f"it is not a token file of version {VERSION}")
+        return TokenBook.read(content.get("tokens"))
+    except FileNotFoundError:
+        return TokenBook()
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"the API tokens in {path} cannot be read ({error}); restore the file, or remove it to begin without tokens"
+        ) from error
