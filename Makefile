@@ -27,7 +27,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 60
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,341 @@
+"""Chaos for SOAK_SECONDS (600): random clients, kill -9 of everything but the coordinator, reloads; then all is zero.
+
+`SOAK_SEED` repeats a run's choices (its timing is the machine's). Every request must end: with the right text, with an
+error of a documented code, or because its client left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from local_swarms import REPLY, Swarm, alive, descendants, start_swarm, wait_until
+
+from swarmnode.errors import SwarmError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+SOAK_S = float(os.environ.get("SOAK_SECONDS", "600"))
+SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(10**6))
+MODELS = ("scripted", "scripted-three")
+PEERS = 5
+CLIENTS = 8
+REQUEST_S = 120.0
+"""No request of this test takes this long on any machine: one that does hangs."""
+SETTLE_S = 60.0
+SERVING_CODES = frozenset({"stage_lost", "model_not_loaded", "model_unloading", "overloaded"})
+"""What a client may be told, whatever it asked, while stages die and models are reloaded."""
+LOADING_CODES = frozenset({"conflict", "load_refused", "load_failed", "peer_not_found"})
+"""What an operator may be told who loads and unloads in the middle of it."""
+GROWTH_BYTES = 6 << 20
+"""Of the coordinator's anonymous memory over the whole run: allocator noise; a leak of 1 KB a request is more."""
+SPARE_FDS = 2
+ALPHABET = "abcdefghij"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One random request. `leave_after`: chunks of a stream, or seconds of a plain request, until its client leaves."""
+
+    model: str
+    text: str
+    stream: bool
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    leave_after: float | None
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Ask:
+        stream = rng.random() < 0.6
+        leaves = rng.random() < 0.3
+        texts = ("hello", "a long one", "broken", "early", "x" * rng.randrange(3000), "a long one " + "y" * 1500)
+        return cls(
+            model=rng.choice(MODELS),
+            text=rng.choices(texts, (4, 4, 1, 1, 2, 2))[0],
+            stream=stream,
+            max_tokens=rng.choice((None, 1, 7, 60, 400, 3900)) if rng.random() < 0.7 else 100,
+            stop=rng.choice(((), (), ("群れ",), ("never", "ij"))),
+            leave_after=(rng.randrange(20) if stream else rng.uniform(0.01, 0.6)) if leaves else None,
+        )
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": self.text}]}
+        body |= {"stream": self.stream, "max_tokens": self.max_tokens, "stop": list(self.stop) or None}
+        return {name: value for name, value in body.items() if value is not None}
+
+    def is_right(self, text: str) -> bool:
+        """Whether a complete reply is the script's, as far as max_tokens and stop strings let it go."""
+        full = (ALPHABET * 400 if "long" in self.text else REPLY).encode()
+        whole = full[: self.max_tokens].decode(errors="ignore")
+        cuts = [whole.index(stop) for stop in self.stop if stop in whole]
+        expected = whole[: min(cuts)] if cuts else whole
+        return text.rstrip("\ufffd") == expected or (
+            self.max_tokens is None and bool(expected.startswith(text) and text)
+        )
+
+    def may_fail_with(self, code: str) -> bool:
+        expected = {"broken": "stage_failed", "early": "stage_failed"}.get(self.text)
+        too_long = code == "context_length_exceeded" and len(self.text) + (self.max_tokens or 0) > 3500
+        return code in SERVING_CODES or code == expected or too_long
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened, from many threads; `wrong` must stay empty."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    anonymous_bytes: list[int] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def ended(self, ask: Ask, outcome: str, *, right: bool) -> None:
+        self.outcomes[outcome] += 1
+        if not right:
+            self.wrong.append(f"{outcome}: {ask.body() | {'messages': ask.text[:30]}}, leaves {ask.leave_after}")
+
+    def pause(self, seconds: float) -> bool:
+        """Sleep; true while the run goes on."""
+        return not self.stop.wait(seconds)
+
+
+# clients
+
+
+def be_a_client(api: str, rng: random.Random, tally: Tally) -> None:
+    with httpx.Client(base_url=api, timeout=REQUEST_S, trust_env=False) as http:
+        while tally.pause(rng.uniform(0, 0.1)):
+            ask = Ask.random(rng)
+            try:
+                (_stream if ask.stream else _post)(http, ask, tally)
+            except Exception as error:  # whatever a client meets that is no answer is a finding
+                tally.ended(ask, f"{type(error).__name__}: {error}", right=False)
+            if tally.outcomes.total() % 50 == 0:
+                http.get("/v1/models")
+
+
+def _post(http: httpx.Client, ask: Ask, tally: Tally) -> None:
+    try:
+        timeout = ask.leave_after or REQUEST_S
+        response = http.post("/v1/chat/completions", json=ask.body(), timeout=timeout)
+    except httpx.ReadTimeout:
+        tally.ended(ask, "left" if ask.leave_after else "hung", right=ask.leave_after is not None)
+        return
+    answer = response.json()
+    if response.status_code == 200:
+        text = answer["choices"][0]["message"]["content"]
+        tally.ended(ask, "replied" if ask.is_right(text) else f"wrong text {text[-60:]!r}", right=ask.is_right(text))
+    else:
+        code = answer["error"]["code"]
+        tally.ended(ask, code, right=ask.may_fail_with(code))
+
+
+def _stream(http: httpx.Client, ask: Ask, tally: Tally) -> None:
+    started_s = time.monotonic()
+    text, seen = "", 0
+    with http.stream("POST", "/v1/chat/completions", json=ask.body()) as response:
+        if response.status_code != 200:
+            code = json.loads(response.read())["error"]["code"]
+            tally.ended(ask, code, right=ask.may_fail_with(code))
+            return
+        for line in response.iter_lines():
+            if ask.leave_after is not None and seen >= ask.leave_after:
+                tally.ended(ask, "left", right=True)
+                return
+            if time.monotonic() - started_s > REQUEST_S:
+                tally.ended(ask, "hung", right=False)
+                return
+            if line == "data: [DONE]":
+                right = ask.is_right(text)
+                tally.ended(ask, "streamed" if right else f"wrong text {text[-60:]!r}", right=right)
+                return
+            if line.startswith("data: "):
+                seen += 1
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    code = chunk["error"]["code"]
+                    tally.ended(ask, code, right=ask.may_fail_with(code))
+                    return
+                text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+    tally.ended(ask, "a stream without an end", right=False)
+
+
+# chaos
+
+
+def be_chaos(swarm: Swarm, rng: random.Random, tally: Tally) -> None:
+    actions: tuple[Callable[[Swarm, random.Random], None], ...]
+    actions = (kill_a_worker, kill_a_worker, kill_a_node, unload_at_once, unload_politely, freeze_a_worker)
+    while tally.pause(rng.uniform(1.5, 6)):
+        action = rng.choice(actions)
+        try:
+            action(swarm, rng)
+            tally.actions[action.__name__] += 1
+            keep_loaded(swarm, tally)
+        except SwarmError as error:
+            if error.code not in LOADING_CODES:
+                tally.wrong.append(f"{action.__name__}: {error.code}: {error.message}")
+
+
+def kill_a_worker(swarm: Swarm, rng: random.Random) -> None:
+    if pids := [*swarm.worker_pids(rng.choice(MODELS)).values()]:
+        _signal(rng.choice(pids), signal.SIGKILL)
+
+
+def freeze_a_worker(swarm: Swarm, rng: random.Random) -> None:
+    """A machine that swaps: nothing moves for a moment, and nothing is lost."""
+    if pids := [*swarm.worker_pids(rng.choice(MODELS)).values()]:
+        pid = rng.choice(pids)
+        _signal(pid, signal.SIGSTOP)
+        time.sleep(rng.uniform(0.1, 1.5))
+        _signal(pid, signal.SIGCONT)
+
+
+def kill_a_node(swarm: Swarm, rng: random.Random) -> None:
+    name = rng.choice(sorted(swarm.local.peers))
+    node = swarm.local.peers[name]
+    node.kill()
+    node.stop()
+    time.sleep(rng.uniform(0, 2))
+    swarm.local.start_peers(name)
+
+
+def unload_at_once(swarm: Swarm, rng: random.Random) -> None:
+    swarm.unload(rng.choice(MODELS), force=True)
+
+
+def unload_politely(swarm: Swarm, rng: random.Random) -> None:
+    swarm.unload(rng.choice(MODELS), force=False)
+
+
+def keep_loaded(swarm: Swarm, tally: Tally) -> None:
+    for model in MODELS:
+        if swarm.status(model)["state"] not in ("ready", "loading", "unloading"):
+            swarm.client.post(f"/api/v1/models/{model}/load")
+            tally.actions["load"] += 1
+
+
+def _signal(pid: int, sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it ended since the coordinator told its pid
+        os.kill(pid, sign)
+
+
+# what is left
+
+
+def watch(pid: int, tally: Tally) -> None:
+    while tally.pause(1.0):
+        tally.anonymous_bytes.append(anonymous_bytes(pid))
+
+
+def anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no RssAnon in /proc/PID/status")
+
+
+def open_files(swarm: Swarm) -> dict[str, int]:
+    nodes = {**swarm.local.peers, "coordinator": swarm.local.coordinator}
+    return {name: len(os.listdir(f"/proc/{node.process.pid}/fd")) for name, node in nodes.items() if node is not None}
+
+
+def load_all(swarm: Swarm) -> None:
+    def ready(model: str) -> bool:
+        try:
+            return bool(swarm.load(model)["state"] == "ready")
+        except SwarmError as error:
+            if error.code not in LOADING_CODES:
+                raise
+            return False
+
+    for model in MODELS:
+        wait_until(lambda model=model: ready(model), f"{model} loads again", SETTLE_S)  # type: ignore[misc]
+
+
+def unload_all(swarm: Swarm) -> None:
+    for model in MODELS:
+        swarm.unload(model)
+
+
+@pytest.fixture
+def soaked(tmp_path: Path, models_root: Path) -> Iterator[Swarm]:
+    swarm = start_swarm(tmp_path, models_root, PEERS)
+    yield swarm
+    swarm.close()
+
+
+def test_chaos_ends_with_nothing_held(soaked: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
+    swarm, tally = soaked, Tally()
+    coordinator = swarm.local.coordinator
+    assert coordinator is not None
+    load_all(swarm)
+    unload_all(swarm)
+    before = open_files(swarm)
+    load_all(swarm)
+    chaos(swarm, tally, coordinator.process.pid)
+
+    growth = memory_growth(tally.anonymous_bytes)
+    with capsys.disabled():
+        print(f"\nsoak of {SOAK_S:.0f} s, seed {SEED}: {dict(tally.outcomes)}; {dict(tally.actions)}")
+        print(f"coordinator: {tally.anonymous_bytes[-1] >> 20} MiB, grew {growth >> 10} KiB; files {before}")
+    assert tally.wrong == []
+    load_all(swarm)
+    for model in MODELS:
+        wait_until(lambda model=model: swarm.quiet(model), f"{model} holds nothing", SETTLE_S)  # type: ignore[misc]
+        assert (
+            swarm.openai.chat.completions.create(model=model, messages=[{"role": "user", "content": "hello"}])
+            .choices[0]
+            .message.content
+            == REPLY
+        )
+    unload_all(swarm)
+    assert swarm.client.get("/api/v1/nodes")["rings"] == []
+    nodes = {node.process.pid for node in (*swarm.local.peers.values(), coordinator)}
+    wait_until(lambda: not set(filter(alive, descendants(os.getpid()))) - nodes, "no worker is left")
+    wait_until(
+        lambda: all(count <= before[name] + SPARE_FDS for name, count in open_files(swarm).items()),
+        f"open files are back at {before}",
+    )
+    assert growth < GROWTH_BYTES
+    assert coordinator.process.poll() is None
+    assert not list(coordinator.log), "the coordinator met nothing it did not expect"
+    assert {"replied", "streamed", "left", "stage_lost", "stage_failed"} <= tally.outcomes.keys()
+
+
+def chaos(swarm: Swarm, tally: Tally, coordinator_pid: int) -> None:
+    """Clients, chaos and watch for SOAK_S; returns when every request has ended."""
+    rng = random.Random(SEED)
+    threads = [
+        threading.Thread(target=be_a_client, args=(swarm.local.api, random.Random(rng.random()), tally))
+        for _ in range(CLIENTS)
+    ]
+    threads.append(threading.Thread(target=be_chaos, args=(swarm, random.Random(rng.random()), tally)))
+    threads.append(threading.Thread(target=watch, args=(coordinator_pid, tally)))
+    for thread in threads:
+        thread.start()
+    time.sleep(SOAK_S)
+    tally.stop.set()
+    for thread in threads:
+        thread.join(timeout=2 * REQUEST_S)
+    assert not any(thread.is_alive() for thread in threads), "a request has no end"
+
+
+def memory_growth(samples: list[int]) -> int:
+    """From the second quarter of the run to its last: the first one warms caches up."""
+    quarter = max(1, len(samples) // 4)
+    return int(median(samples[-quarter:]) - median(samples[quarter : 2 * quarter] or samples))
