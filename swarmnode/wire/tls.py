@@ -59,9 +59,9 @@ class SwarmTls:
     async def secure_dialed(self, stream: trio.abc.Stream) -> Secured:
         """The dialer's handshake. It proves who answered; whether *we* are welcome only shows at the first read."""
         secured = await _handshake(trio.SSLStream(stream, self._client, https_compatible=True))
-        if secured.peer is None:
-            raise ProtocolError("the listener presented no certificate")
-        self._check_revoked(secured.peer)
+        if secured.peer is None or self.is_revoked(secured.peer.node):
+            await trio.aclose_forcefully(secured.stream)
+            raise ProtocolError("the listener presented no certificate, or that of a node that was removed")
         return secured
 
     async def secure_accepted(self, stream: trio.abc.Stream) -> Secured:
@@ -90,10 +90,6 @@ class SwarmTls:
                 scopes.discard(scope)
                 if not scopes:
                     self._live.pop(node, None)
-
-    def _check_revoked(self, peer: NodeCertificate) -> None:
-        if self.is_revoked(peer.node):
-            raise ProtocolError(f"node {peer.node[:8]} was removed from the swarm")
 
 
 async def secure_unverified(stream: trio.abc.Stream) -> tuple[trio.SSLStream[trio.abc.Stream], bytes]:
