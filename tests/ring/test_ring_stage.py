@@ -241,3 +241,13 @@ def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], tak
     assert stage.snapshot()["queued"] == 0
     assert set(caches) <= set(stage._held)
     assert not set(caches) & set(stage._floors)
+
+
+def test_groups_and_pieces_that_wait_take_turns() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 1))
+    for i in range(3):
+        stage.receive(Envelope("pre", piece(TWO, i, 1)), 0.0)
+        stage.receive(Envelope("act", group((ONE, 0, 1 + i))), 0.0)
+    works = run(stage)
+    assert ["g" if isinstance(work, GroupWork) else "p" for work in works] == ["g", "p"] * 3

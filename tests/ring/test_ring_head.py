@@ -1,0 +1,62 @@
+"""The head alone: moments that a whole ring reaches only by luck."""
+
+from __future__ import annotations
+
+from ring_world import GREEDY, head_config
+
+from swarmnode.ids import RequestId, SessionId
+from swarmnode.ring.head import Head, Open, Refused
+from swarmnode.ring.kv_budget import KvBudget
+from swarmnode.ring.messages import Broken, Envelope, PieceDone
+from swarmnode.ring.work import Activation, WorkResult
+
+HIDDEN = WorkResult(hidden=Activation("float32", (4, 1), bytes(16)))
+
+
+def opened(num_stages: int, *lengths: int, new: int = 4) -> Head:
+    head = Head(head_config(num_stages))
+    for index, length in enumerate(lengths):
+        head.receive(Open(RequestId(f"r{index}"), (1,) * length, new, GREEDY), 0.0)
+    return head
+
+
+def test_waiting_for_its_turn_at_stage_0_is_no_stages_silence() -> None:
+    """Eight prompts, ten seconds each: the last one starts long after the floor of the deadline, and is not stalled."""
+    head, now = opened(1, *[1] * 8, new=1), 0.0
+    while (work := head.next_work(now)) is not None:
+        head.handle_timer(now)
+        now += 10
+        head.complete(work, WorkResult(tokens=(9,)), now)
+    assert now == 80
+    assert not [event for event in head.events() if isinstance(event, Refused)]
+
+
+def test_a_pieces_answer_counts_once() -> None:
+    head = opened(2, 12)
+    for _ in range(2):
+        work = head.next_work(0.0)
+        assert work is not None
+        head.complete(work, HIDDEN, 0.0)
+    for _ in range(3):
+        head.receive(Envelope("tok", PieceDone(SessionId(1), 0, 0, 4)), 1.0)
+    assert head.next_work(1.0) is not None
+    assert head.next_work(1.0) is None
+
+
+def test_nothing_is_sent_after_the_ring_broke() -> None:
+    head = opened(2, 12)
+    work = head.next_work(0.0)
+    assert work is not None
+    head.complete(work, HIDDEN, 0.0)
+    head.receive(Envelope("tok", Broken(1)), 0.0)
+    assert head.outgoing() == []
+    assert head.next_work(0.0) is None
+    assert head.freed() == [SessionId(1)]
+
+
+def test_the_budget_gives_its_last_token_and_no_more() -> None:
+    budget = KvBudget(10)
+    assert budget.reserve(SessionId(1), 10)
+    assert not budget.reserve(SessionId(2), 1)
+    assert not budget.reserve(SessionId(1), 11)
+    assert (budget.held_by(SessionId(1)), budget.free_tokens) == (10, 0)
