@@ -20,7 +20,7 @@ PACKAGE = Path(swarmnode.__file__).parent
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
-FOUNDATION = {"ids", "errors", "config", "machine", "private_files"}
+FOUNDATION = {"ids", "errors", "config", "machine", "private_files", "local_access"}
 RULES = {"ring", "cluster"}
 SERVICES = {"api", "wire", "catalog", "ui"}
 BASE = {*FOUNDATION, *RULES}
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": set(),
     "config": {"errors"},
     "private_files": {"errors"},
+    "local_access": {"errors", "private_files"},
     "ring": {"ids", "errors", "machine"},
     "cluster": {"ids", "errors", "machine"},
     "driver": {"machine"},

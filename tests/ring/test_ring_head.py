@@ -8,6 +8,7 @@ from swarmnode.ids import RequestId, SessionId
 from swarmnode.ring.head import Head, Open, Refused
 from swarmnode.ring.kv_budget import KvBudget
 from swarmnode.ring.messages import Broken, Envelope, PieceDone
+from swarmnode.ring.progress import SLACK
 from swarmnode.ring.work import Activation, WorkResult
 
 HIDDEN = WorkResult(hidden=Activation("float32", (4, 1), bytes(16)))
@@ -21,7 +22,7 @@ def opened(num_stages: int, *lengths: int, new: int = 4) -> Head:
 
 
 def test_waiting_for_its_turn_at_stage_0_is_no_stages_silence() -> None:
-    """Eight prompts, ten seconds each: the last one starts long after the floor of the deadline, and is not stalled."""
+    """Eight prompts, ten seconds each: none is stalled, and the wait of the last is not learned as a step's time."""
     head, now = opened(1, *[1] * 8, new=1), 0.0
     while (work := head.next_work(now)) is not None:
         head.handle_timer(now)
@@ -29,10 +30,11 @@ def test_waiting_for_its_turn_at_stage_0_is_no_stages_silence() -> None:
         head.complete(work, WorkResult(tokens=(9,)), now)
     assert now == 80
     assert not [event for event in head.events() if isinstance(event, Refused)]
+    assert head.progress.limit_s(pieces_in_flight=False) == SLACK * 10
 
 
 def test_a_pieces_answer_counts_once() -> None:
-    head = opened(2, 12)
+    head = opened(2, 40)
     for _ in range(2):
         work = head.next_work(0.0)
         assert work is not None
