@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from local_swarms import Swarm, start_swarm
+from local_swarms import Swarm, start_swarm, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ MODEL = "smollm2-135m-instruct"
 MAX_TOKENS = 16
 NEAR_TIE = 1e-4
 """A first difference is excused only where the reference's two best logits are closer than this."""
-DIARY = " ".join(f"Day {day}: the wind came from the {'NESW'[day % 4]}, {day * 7 % 31} degrees." for day in range(71))
+DIARY = " ".join(f"Day {day}: the wind came from the {'NESW'[day % 4]}, {day * 7 % 31} degrees." for day in range(86))
 PROMPTS = (
     f"Here is a diary. {DIARY} What is it about?",
     "How do bees find flowers? 🐝🌼 蜜蜂はどうやって花を見つけますか? 请用一句话回答。",
@@ -148,13 +148,13 @@ def check(text: str, usage: Any, expected: Reference, count: Count) -> None:
 def test_greedy_replies_equal_generate(
     swarm: Swarm, references: list[Reference], sampled: dict[int, str], count: Count, stages: int
 ) -> None:
+    swarm.unload(MODEL)
     status = swarm.load(MODEL, num_stages=stages, dtype="float32")
     assert (status["dtype"], len(status["stages"])) == ("float32", stages)
     for index in range(len(PROMPTS)) if stages == 2 else ALWAYS:
         check(*chat(swarm, PROMPTS[index], temperature=0), references[index], count)
     sampled[stages], _ = chat(swarm, PROMPTS[4], temperature=0.9, top_p=0.95, seed=20)
-    assert swarm.quiet(MODEL)
-    swarm.unload(MODEL)
+    wait_until(lambda: swarm.quiet(MODEL), "all sessions are freed")
 
 
 @pytest.fixture(scope="module")
