@@ -39,6 +39,13 @@ def _at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    switches = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in switches:
+        raise ValueError("must be 1 or 0")
+    return switches[text.lower()]
+
+
 def _path(text: str) -> Path:
     return Path(text).expanduser()
 
@@ -107,6 +114,20 @@ VARIABLES: tuple[Variable, ...] = (
         "prompt tokens per piece sent through the stages (0: the whole prompt at once)",
         _at_least(0),
     ),
+    Variable(
+        "SWARM_REQUIRE_API_TOKEN",
+        "0",
+        "coordinator",
+        "1: the API wants a token even while there are none",
+        _switch,
+    ),
+    Variable(
+        "SWARM_API_TOKENS_FILE",
+        "$SWARM_DATA_DIR/api_tokens.json",
+        "coordinator",
+        "where the hashes of API tokens are kept",
+        _path,
+    ),
 )
 
 
@@ -137,6 +158,8 @@ class Settings:
     context_tokens: int
     max_batch: int
     prefill_chunk: int
+    require_api_token: bool
+    api_tokens_file: Path
 
 
 def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -159,6 +182,8 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         context_tokens=_as(int, values.get("SWARM_SERVE_CONTEXT_TOKENS"), 4096),
         max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
+        require_api_token=_as(bool, values.get("SWARM_REQUIRE_API_TOKEN"), False),
+        api_tokens_file=_as(Path, values.get("SWARM_API_TOKENS_FILE"), base / "api_tokens.json"),
     )
 
 

@@ -23,6 +23,7 @@ from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
     from hypercorn.events import Event
@@ -58,20 +59,30 @@ class Connection:
     """Serves one accepted stream until either side ends it."""
 
     def __init__(
-        self, app: ASGIApp, config: Config, context: WorkerContext, stream: trio.SocketStream, write_s: float
+        self,
+        app: ASGIApp,
+        config: Config,
+        context: WorkerContext,
+        stream: trio.SocketStream,
+        tls: ssl.SSLContext | None,
+        limits: ApiLimits,
     ) -> None:
         self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette's and hypercorn's names for one protocol
         self._config = config
         self._context = context
-        self._stream = stream
-        self._write_s = write_s
+        self._socket = stream.socket
+        self._tls = None if tls is None else trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
+        self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = self._tls or stream
+        self._limits = limits
         self._writing = trio.Lock()
         self._idle = TrioSingleTask()
 
     async def run(self) -> None:
         """Returns when the connection is over; no failure of one client gets out."""
-        _set_options(self._stream.socket, self._write_s)
+        _set_options(self._socket, self._limits.write_s)
         try:
+            if not await self._shake_hands():
+                return
             async with TaskGroup() as self._tasks:
                 self._protocol = self._new_protocol()
                 await self._protocol.initiate()
@@ -86,15 +97,31 @@ class Connection:
 
     def abort(self) -> None:
         """Close at once: wakes every task that waits on this socket."""
-        self._stream.socket.close()
+        self._socket.close()
+
+    async def _shake_hands(self) -> bool:
+        if self._tls is None:
+            return True
+        with trio.move_on_after(self._limits.handshake_s), suppress(trio.BrokenResourceError):
+            await self._tls.do_handshake()
+            return True
+        return False  # too slow, or no TLS at all
 
     def _new_protocol(self) -> H11Protocol:
-        sock = self._stream.socket
+        sock = self._socket
         client = parse_socket_addr(sock.family, sock.getpeername())
         server = parse_socket_addr(sock.family, sock.getsockname())
         state = ConnectionState({})
         return H11Protocol(
-            self._app, self._config, self._context, self._tasks, state, False, client, server, self._send
+            self._app,
+            self._config,
+            self._context,
+            self._tasks,
+            state,
+            self._tls is not None,
+            client,
+            server,
+            self._send,
         )
 
     async def _read(self) -> None:
@@ -141,7 +168,7 @@ class Connection:
 
     async def _write_piece(self, piece: bytes | memoryview) -> bool:
         """Shielded, since half a piece helps nobody; the deadline and `abort` end it."""
-        with trio.move_on_after(self._write_s, shield=True):
+        with trio.move_on_after(self._limits.write_s, shield=True):
             try:
                 await self._stream.send_all(piece)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -151,8 +178,14 @@ class Connection:
         return False
 
     async def _end(self) -> None:
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
-            await self._stream.send_eof()
+        with (
+            trio.move_on_after(self._limits.write_s),
+            suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError),
+        ):
+            if self._tls is None:
+                await self._stream.send_eof()
+            else:
+                await self._tls.aclose()  # TLS has no half close; its own end mark tells a cut from an end
         self.abort()
         await self._protocol.handle(Closed())
 

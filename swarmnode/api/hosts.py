@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from swarmnode.api.errors import HttpError
+from swarmnode.local_access import LOOPBACK_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY_ORIGIN = "*"
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::(?P<port>[0-9]{1,5}))?")
 

@@ -15,6 +15,8 @@ class ApiLimits:
     """A body that stands still this long is given up (408): a slow writer must not hold a request for ever."""
     body_total_s: float = 120.0
     """4 MiB over a 300 kbit/s uplink."""
+    handshake_s: float = 10.0
+    """TLS needs two round trips and a signature; whoever takes longer only holds a socket."""
     linger_s: float = 2.0
     """After an early refusal the body is still read this long, so that the client sees the answer, not a reset."""
     sse_keep_alive_s: float = 10.0

@@ -13,6 +13,7 @@ from swarmnode.api.connection import Connection, hypercorn_config
 from swarmnode.api.limits import DEFAULT_LIMITS, ApiLimits
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
     from starlette.types import ASGIApp
@@ -36,16 +37,17 @@ async def open_api_listeners(host: str, port: int) -> list[trio.SocketListener]:
 async def serve_api(
     app: ASGIApp,
     listeners: Sequence[trio.SocketListener],
+    tls: ssl.SSLContext | None = None,
     *,
     limits: ApiLimits = DEFAULT_LIMITS,
     task_status: trio.TaskStatus[list[Address]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled; reports the bound addresses.
+    """Serve until cancelled, over `tls` where it is given; reports the bound addresses.
 
     When cancelled it stops accepting, gives running replies `grace_s`, and then cuts every connection. That takes no
     longer even when a client has stopped reading.
     """
-    server = _Server(app, listeners, limits)
+    server = _Server(app, listeners, tls, limits)
     stopping = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.run, stopping)
@@ -57,9 +59,12 @@ async def serve_api(
 
 
 class _Server:
-    def __init__(self, app: ASGIApp, listeners: Sequence[trio.SocketListener], limits: ApiLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, listeners: Sequence[trio.SocketListener], tls: ssl.SSLContext | None, limits: ApiLimits
+    ) -> None:
         self._app = app
         self._listeners = list(listeners)
+        self._tls = tls
         self._limits = limits
         self._config = hypercorn_config(limits)
         self._context = WorkerContext(None)
@@ -80,7 +85,7 @@ class _Server:
                 clients.cancel_scope.cancel()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        connection = Connection(self._app, self._config, self._context, stream, self._limits.write_s)
+        connection = Connection(self._app, self._config, self._context, stream, self._tls, self._limits)
         self._connections.add(connection)
         try:
             await connection.run()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, model_path
+from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, TokenOption, model_path
 from swarmnode.cli.output import JsonFlag, console, print_json
 
 LOAD_HELP = """Load a model over the peers of the swarm.
@@ -40,11 +40,11 @@ def register(app: typer.Typer) -> None:
     app.command("config")(config)
 
 
-def models(api: ApiOption = DEFAULT_API, json_output: JsonFlag = False) -> None:
+def models(api: ApiOption = DEFAULT_API, token: TokenOption = None, json_output: JsonFlag = False) -> None:
     """List the servable models and what they are doing."""
     from swarmnode.ui.tables import models_table
 
-    answer = ApiClient(api).get("/api/v1/models")
+    answer = ApiClient(api, token=token).get("/api/v1/models")
     if json_output:
         print_json(answer)
     else:
@@ -58,6 +58,7 @@ def model_load(
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
     wait: Annotated[bool, typer.Option("--wait", help="Follow the load until the model is ready.")] = False,
     api: ApiOption = DEFAULT_API,
+    token: TokenOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     from swarmnode.cli.loading import follow_load, load_display
@@ -65,7 +66,7 @@ def model_load(
     options: dict[str, Any] = {"dtype": dtype}
     options |= {"num_stages": stages} if stages is not None else {}
     options |= {"peers": peer} if peer else {}
-    client = ApiClient(api)
+    client = ApiClient(api, token=token)
     if not wait:
         status = client.post(model_path(model, "load"), options)
     elif json_output:
@@ -80,18 +81,19 @@ def model_unload(
     model: Annotated[str, typer.Argument(help="The model's id.")],
     force: Annotated[bool, typer.Option("--force", help="Cut running replies off.")] = False,
     api: ApiOption = DEFAULT_API,
+    token: TokenOption = None,
     json_output: JsonFlag = False,
 ) -> None:
-    client = ApiClient(api, silence_s=UNLOAD_SILENCE_S)
+    client = ApiClient(api, token=token, silence_s=UNLOAD_SILENCE_S)
     status = client.post(model_path(model, "unload"), {"force": force})
     _print_status(status, json_output=json_output)
 
 
-def ps(api: ApiOption = DEFAULT_API, json_output: JsonFlag = False) -> None:
+def ps(api: ApiOption = DEFAULT_API, token: TokenOption = None, json_output: JsonFlag = False) -> None:
     """Show the nodes, the rings with their stages, memory and sessions."""
     from swarmnode.ui.tables import ps_view
 
-    answer = ApiClient(api).get("/api/v1/nodes")
+    answer = ApiClient(api, token=token).get("/api/v1/nodes")
     if json_output:
         print_json(answer)
     else:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmnode.cli.chat_stream import run_chat
-from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption
+from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, TokenOption
 from swarmnode.cli.output import JsonFlag, console, print_json
 
 INFER_HELP = """Ask a loaded model once; the reply streams to stdout, what it cost goes to stderr.
@@ -37,6 +37,7 @@ def infer(
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End the reply before this text.")] = None,
     api: ApiOption = DEFAULT_API,
+    token: TokenOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -47,7 +48,7 @@ def infer(
         "messages": [*messages, {"role": "user", "content": text}],
         **{name: value for name, value in optional.items() if value is not None and value != []},
     }
-    client = ApiClient(api)
+    client = ApiClient(api, token=token)
     if json_output:
         print_json(run_chat(client, body, lambda _: None).as_json())
         return

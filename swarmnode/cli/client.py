@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import ssl
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmnode.config import read_settings
 from swarmnode.errors import ContextTooLong, InternalError, InvalidRequest, LinkBroken, SwarmError, from_wire
 from swarmnode.ids import parse_model_id
+from swarmnode.local_access import LocalAccess, read_local_access
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     import httpx
 
 DEFAULT_API = "http://127.0.0.1:7701"
 API_VARIABLE = "SWARM_API"
+TOKEN_VARIABLE = "SWARM_API_TOKEN"
 CONNECT_S = 5.0
 SILENCE_S = 120.0
 """The API sends keep-alives far more often; silence beyond this is a dead connection."""
@@ -25,17 +30,33 @@ SILENCE_S = 120.0
 ApiOption = Annotated[
     str, typer.Option("--api", envvar=API_VARIABLE, help="Where the coordinator's API listens.", show_default=True)
 ]
+TokenOption = Annotated[
+    str | None,
+    typer.Option("--token", envvar=TOKEN_VARIABLE, help="The API token. [none needed for this machine's own API]"),
+]
 
 
 class ApiClient:
-    """Blocking calls to one API. Every method raises SwarmError subclasses."""
+    """Blocking calls to one API. Every method raises SwarmError subclasses.
 
-    def __init__(self, base_url: str, *, silence_s: float = SILENCE_S) -> None:
+    Without `token` the secret in `data_dir` is used, if the API is the one of the node there.
+    """
+
+    def __init__(
+        self, base_url: str, *, token: str | None = None, data_dir: Path | None = None, silence_s: float = SILENCE_S
+    ) -> None:
         import httpx
 
         self.base_url = _checked_url(base_url)
-        timeout = httpx.Timeout(silence_s, connect=CONNECT_S)
-        self._client = httpx.Client(base_url=self.base_url, timeout=timeout, trust_env=False)
+        access = read_local_access(data_dir or read_settings().data_dir, self.base_url)
+        secret = token or (access.secret if access is not None else None)
+        self._client = httpx.Client(
+            base_url=self.base_url,
+            headers={} if secret is None else {"authorization": f"Bearer {_checked_token(secret)}"},
+            timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
+            verify=_trust(self.base_url, access),
+            trust_env=False,
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -67,6 +88,9 @@ class ApiClient:
                     yield chunk
         raise LinkBroken("the reply ended without its end mark; the coordinator may have stopped")
 
+    def delete(self, path: str) -> dict[str, Any]:
+        return self._call("DELETE", path, None)
+
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         with self._errors():
             response = self._client.request(method, path, json=body)
@@ -96,6 +120,27 @@ def model_path(model: str, action: str) -> str:
         return f"/api/v1/models/{parse_model_id(model)}/{action}"
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+def _trust(base_url: str, access: LocalAccess | None) -> ssl.SSLContext | bool:
+    """The machine's CAs; for its own API exactly the certificate that its node was given."""
+    if not base_url.startswith("https:"):
+        return False  # there is no TLS, and loading CAs takes 30 ms
+    if access is None or access.certificate is None:
+        return ssl.create_default_context()
+    try:
+        context = ssl.create_default_context(cafile=access.certificate)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(f"the API's certificate {access.certificate} cannot be read: {error}") from error
+    context.check_hostname = False  # 127.0.0.1 is rarely among its names
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def _checked_token(token: str) -> str:
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidRequest(f"--token (or {TOKEN_VARIABLE}) is not an API token: it holds blanks or other characters")
+    return token
 
 
 def _checked_url(url: str) -> str:
