@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,16 +62,28 @@ def test_a_question_is_answered_and_nothing_stays(demo_models_root: Path, data_d
     assert users_of(data_dir) == []
 
 
-def test_without_json_the_reply_is_on_stdout_and_the_rest_on_stderr(demo_models_root: Path, data_dir: Path) -> None:
-    arguments = ["demo", "--once", "--prompt", "Say hello.", "--max-tokens", "5", "--data-dir", data_dir]
-    done = swarmnode(*arguments, SWARM_SERVABLE_MODELS_ROOT=str(demo_models_root))
-    assert done.returncode == 0, done.stderr
-    (reply,) = done.stdout.splitlines()
+def test_for_people_it_shows_the_reply_how_to_go_on_and_ends_on_ctrl_c(demo_models_root: Path, data_dir: Path) -> None:
+    arguments = ["demo", "--prompt", "Say hello.", "--max-tokens", "5", "--data-dir", str(data_dir)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "swarmnode", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(SWARM_SERVABLE_MODELS_ROOT=str(demo_models_root)),
+    ) as demo:
+        assert demo.stdout is not None
+        reply, curl = demo.stdout.readline(), demo.stdout.readline()
+        demo.send_signal(signal.SIGINT)
+        rest, errors = demo.communicate(timeout=END_S)
+    assert demo.returncode == 128 + signal.SIGINT
     assert reply.strip()
-    assert "starting a coordinator and 2 peers" in done.stderr
-    assert "layers 15-29" in done.stderr
-    assert "TTFT" in done.stderr.splitlines()[-1]
-    assert "\x1b" not in done.stdout + done.stderr
+    assert re.match(r"curl http://127\.0\.0\.1:\d+/v1/chat/completions ", curl)
+    assert rest == ""
+    for part in ("starting a coordinator and 2 peers", "layers 15-29", "TTFT", "stays up until Ctrl-C"):
+        assert part in errors
+    assert "Traceback" not in errors
+    assert "\x1b" not in reply + curl + errors
+    assert users_of(data_dir) == []
 
 
 @contextmanager
@@ -89,7 +102,7 @@ def running_demo(models_root: Path, data_dir: Path) -> Iterator[tuple[subprocess
             process.kill()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_a_demo_that_is_ended_takes_every_process_along(
     demo_models_root: Path, data_dir: Path, sign: signal.Signals
 ) -> None:
