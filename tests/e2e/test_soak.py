@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ import httpx
 import pytest
 from local_swarms import REPLY, Swarm, alive, descendants, start_swarm, wait_until
 
+from swarmnode.cli.client import ApiClient
 from swarmnode.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -181,15 +182,30 @@ def _stream(http: httpx.Client, ask: Ask, tally: Tally) -> None:
 def be_chaos(swarm: Swarm, rng: random.Random, tally: Tally) -> None:
     actions: tuple[Callable[[Swarm, random.Random], None], ...]
     actions = (kill_a_worker, kill_a_worker, kill_a_node, unload_at_once, unload_politely, freeze_a_worker)
-    while tally.pause(rng.uniform(2, 8)):
+    while tally.pause(rng.uniform(1, 6)):
+        if rng.random() < 0.7:  # else the next blow falls while the last one's rings load again
+            await_ready(swarm, tally)
         action = rng.choice(actions)
-        try:
+        with operating(tally, action.__name__):
             action(swarm, rng)
             tally.actions[action.__name__] += 1
-            keep_loaded(swarm, tally)
-        except SwarmError as error:
-            if error.code not in LOADING_CODES:
-                tally.wrong.append(f"{action.__name__}: {error.code}: {error.message}")
+
+
+@contextmanager
+def operating(tally: Tally, what: str) -> Iterator[None]:
+    """Operator's calls may be refused while others load and kill, but only in the documented ways."""
+    try:
+        yield
+    except SwarmError as error:
+        if error.code not in LOADING_CODES:
+            tally.wrong.append(f"{what}: {error.code}: {error.message}")
+
+
+def await_ready(swarm: Swarm, tally: Tally) -> None:
+    deadline_s = time.monotonic() + SETTLE_S
+    while tally.pause(0.2) and time.monotonic() < deadline_s:
+        if all(swarm.status(model)["state"] == "ready" for model in MODELS):
+            return
 
 
 def kill_a_worker(swarm: Swarm, rng: random.Random) -> None:
@@ -224,10 +240,15 @@ def unload_politely(swarm: Swarm, rng: random.Random) -> None:
 
 
 def keep_loaded(swarm: Swarm, tally: Tally) -> None:
-    for model in MODELS:
-        if swarm.status(model)["state"] not in ("ready", "loading", "unloading"):
-            swarm.client.post(f"/api/v1/models/{model}/load")
-            tally.actions["load"] += 1
+    """An operator who loads whatever is not loaded."""
+    client = ApiClient(swarm.local.api)
+    while tally.pause(0.5):
+        for model in MODELS:
+            with operating(tally, f"load {model}"):
+                if client.get(f"/api/v1/models/{model}/status")["state"] not in ("ready", "loading", "unloading"):
+                    client.post(f"/api/v1/models/{model}/load")
+                    tally.actions["load"] += 1
+    client.close()
 
 
 def _signal(pid: int, sign: signal.Signals) -> None:
@@ -296,6 +317,8 @@ def test_chaos_ends_with_nothing_held(soaked: Swarm, capsys: pytest.CaptureFixtu
         print(f"\nsoak of {SOAK_S:.0f} s, seed {SEED}: {dict(tally.outcomes)}; {dict(tally.actions)}")
         print(f"coordinator: {tally.anonymous_bytes[-1] >> 20} MiB, grew {growth >> 10} KiB; files {before}")
     assert tally.wrong == []
+    for name, node in swarm.local.peers.items():
+        assert node.process.poll() is None, f"{name} ended by itself: {list(node.log)[-20:]}"
     load_all(swarm)
     for model in MODELS:
         wait_until(lambda model=model: swarm.quiet(model), f"{model} holds nothing", SETTLE_S)  # type: ignore[misc]
@@ -327,6 +350,7 @@ def chaos(swarm: Swarm, tally: Tally, coordinator_pid: int) -> None:
         for _ in range(CLIENTS)
     ]
     threads.append(threading.Thread(target=be_chaos, args=(swarm, random.Random(rng.random()), tally)))
+    threads.append(threading.Thread(target=keep_loaded, args=(swarm, tally)))
     threads.append(threading.Thread(target=watch, args=(coordinator_pid, tally)))
     for thread in threads:
         thread.start()
