@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -21,6 +21,8 @@ from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
+
+from swarmnode.api.exchange import ABORT_KEY
 
 if TYPE_CHECKING:
     import ssl
@@ -76,6 +78,7 @@ class Connection:
         self._limits = limits
         self._writing = trio.Lock()
         self._idle = TrioSingleTask()
+        self._waiting: Literal["request", "headers", "nothing"] = "request"
 
     async def run(self) -> None:
         """Returns when the connection is over; no failure of one client gets out."""
@@ -111,7 +114,7 @@ class Connection:
         sock = self._socket
         client = parse_socket_addr(sock.family, sock.getpeername())
         server = parse_socket_addr(sock.family, sock.getsockname())
-        state = ConnectionState({})
+        state = ConnectionState({ABORT_KEY: self.abort})
         return H11Protocol(
             self._app,
             self._config,
@@ -131,6 +134,7 @@ class Connection:
             nursery.start_soon(self._receive, sink)
             try:
                 async for data in source:
+                    await self._begin_request()
                     await self._protocol.handle(RawData(data))
                 await self._protocol.handle(RawData(b""))
             except (H2ProtocolAssumedError, H2CProtocolRequiredError):
@@ -145,16 +149,29 @@ class Connection:
                 await sink.send(bytes(data))
         await self._protocol.handle(Closed())
 
+    async def _begin_request(self) -> None:
+        """The first bytes of a request give it `header_s` to become one."""
+        if self._waiting == "request":
+            self._waiting = "headers"
+            await self._idle.restart(self._tasks, self._header_timeout)
+
     async def _send(self, event: Event) -> None:
         if isinstance(event, RawData):
             await self._write(event.data)
-        elif isinstance(event, Updated):
-            if event.idle:
-                await self._idle.restart(self._tasks, self._idle_timeout)
-            else:
-                await self._idle.stop()
-        else:
+        elif not isinstance(event, Updated):
             await self._end()
+        elif event.idle:
+            await self._wait_for_request()
+        else:
+            self._waiting = "nothing"
+            await self._idle.stop()
+
+    async def _wait_for_request(self) -> None:
+        self._waiting = "request"
+        if self._protocol.connection.trailing_data[0]:  # it began while the last one was answered
+            await self._begin_request()
+        else:
+            await self._idle.restart(self._tasks, self._idle_timeout)
 
     async def _write(self, data: bytes) -> None:
         """All of `data`, or the connection ends: a part of it would corrupt what follows."""
@@ -192,6 +209,10 @@ class Connection:
     async def _idle_timeout(self) -> None:
         with trio.move_on_after(self._config.keep_alive_timeout):
             await self._context.terminated.wait()
+        self.abort()
+
+    async def _header_timeout(self) -> None:
+        await trio.sleep(self._limits.header_s)
         self.abort()
 
 

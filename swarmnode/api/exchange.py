@@ -14,7 +14,7 @@ import trio
 from swarmnode.api.errors import HttpError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from swarmnode.errors import SwarmError
 
 SCOPE_KEY = "swarmnode.exchange"
+ABORT_KEY = "swarmnode.abort"
+"""In the connection's state: closes it at once."""
 
 
 class ClientLeft(Exception):
@@ -31,7 +33,9 @@ class ClientLeft(Exception):
 class Exchange:
     """What handlers may ask about the client of one request."""
 
-    def __init__(self, scope: Scope, receive: Receive, limits: ApiLimits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limits: ApiLimits, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._abort: Callable[[], None] = scope["state"][ABORT_KEY]
         self._receive = receive
         self._limits = limits
         self._body = bytearray()
@@ -61,9 +65,17 @@ class Exchange:
             raise self._cut_by or ClientLeft
 
     def cut(self, error: SwarmError) -> None:
-        """End this exchange's work although the client is still there; `error` tells it why."""
+        """End this exchange's work although the client is still there; `error` tells it why.
+
+        A client that does not read the reason loses its connection.
+        """
         self._cut_by = error
         self._cancel_generations()
+        self._nursery.start_soon(self._abort_soon)
+
+    async def _abort_soon(self) -> None:
+        await trio.sleep(self._limits.cut_s)
+        self._abort()
 
     def _cancel_generations(self) -> None:
         for scope in self._generations:
@@ -154,9 +166,9 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, self._limits)
         failure: list[Exception] = []
         async with trio.open_nursery() as nursery:
+            exchange = Exchange(scope, receive, self._limits, nursery)
             nursery.start_soon(exchange.read)
             try:
                 await self._app({**scope, SCOPE_KEY: exchange}, exchange.receive, _lingering(exchange, send))

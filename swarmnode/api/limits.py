@@ -17,6 +17,10 @@ class ApiLimits:
     """4 MiB over a 300 kbit/s uplink."""
     handshake_s: float = 10.0
     """TLS needs two round trips and a signature; whoever takes longer only holds a socket."""
+    header_s: float = 10.0
+    """From a request's first byte to the end of its headers: those fit into one packet or a few."""
+    cut_s: float = 2.0
+    """How long a reply that is cut (a revoked token) may take to tell the client why, before its connection ends."""
     linger_s: float = 2.0
     """After an early refusal the body is still read this long, so that the client sees the answer, not a reset."""
     sse_keep_alive_s: float = 10.0

@@ -21,6 +21,7 @@ from swarmnode.cluster.token_book import parse_scope
 from swarmnode.roles.token_store import TokenStore
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
@@ -29,6 +30,7 @@ LIMITS = ApiLimits(
     body_idle_s=0.3,
     body_total_s=1.0,
     linger_s=0.5,
+    cut_s=0.5,
     sse_keep_alive_s=0.05,
     idle_connection_s=120.0,
     write_s=1.0,
@@ -145,7 +147,11 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def running(
-    backend: ReplayBackend, nursery: trio.Nursery, limits: ApiLimits, **options: Any
+    backend: ReplayBackend,
+    nursery: trio.Nursery,
+    limits: ApiLimits,
+    tls: ssl.SSLContext | None = None,
+    **options: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway over `backend`; `options` go to `create_app`."""
     scope, ended = trio.CancelScope(), trio.Event()
@@ -154,12 +160,12 @@ async def running(
 
     async def run(task_status: Any) -> None:
         with scope:
-            await serve_api(app, listeners, limits=limits, task_status=task_status)
+            await serve_api(app, listeners, tls, limits=limits, task_status=task_status)
         ended.set()
 
     [(_, port)] = await nursery.start(run)
     async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}",
+        base_url=f"{'http' if tls is None else 'https'}://127.0.0.1:{port}",
         timeout=10,
         verify=False,
         trust_env=False,  # loading CAs takes 30 ms a test
@@ -201,6 +207,16 @@ class Guarded:
     async def token(self, scope: str, expires_in_s: float | None = None) -> str:
         _, token = await self.store.issue(f"a {scope} token", parse_scope([scope]), expires_in_s)
         return token
+
+
+@pytest.fixture
+def run_gateway(nursery: trio.Nursery) -> Callable[..., Any]:
+    """Run a gateway with options of a test's own; those of `limits` change LIMITS."""
+
+    def run(limits: dict[str, float] | None = None, **options: Any) -> Any:
+        return running(ReplayBackend(), nursery, replace(LIMITS, **(limits or {})), **options)
+
+    return run
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -111,3 +112,6 @@ async def test_a_client_that_does_not_read_holds_no_slot(guarded: Any, body: Any
     await trio.sleep(0.1)
     await guarded.store.revoke(token_id)
     await until(lambda: gateway.backend.open == 0)
+    with trio.fail_after(5), suppress(trio.BrokenResourceError):
+        rest = await raw.until(b"never")  # what the kernel still holds, and then the end
+        assert len(rest) < 20_000 * 4096
