@@ -10,8 +10,7 @@ import pytest
 import torch
 from stage_chains import Chain, Parity, Reference, even_cuts, generate
 
-from swarmnode.catalog.importing import import_model
-from swarmnode.catalog.source_wheel import DEMO_SOURCE
+from swarmnode.catalog.source_wheel import DEMO_MODEL_ID
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.spec import StageSpec
 from swarmnode.compute.text import TextPipeline
@@ -36,9 +35,8 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    return root / import_model(DEMO_SOURCE, root, stages=3).id
+def folder(demo_models_root: Path) -> Path:
+    return demo_models_root / DEMO_MODEL_ID
 
 
 @pytest.fixture(scope="module")
