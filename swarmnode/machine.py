@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 In = TypeVar("In", contravariant=True)
-Out = TypeVar("Out", covariant=True)
-Event = TypeVar("Event", covariant=True)
+Out = TypeVar("Out")
+Event = TypeVar("Event")
+T = TypeVar("T")
 
 
 class Machine(Protocol[In, Out, Event]):
     """A state machine without I/O, clock or randomness: the same inputs give the same outputs.
 
-    `now` is in seconds of one monotonic clock. Effects are collected and drained by the caller: messages to send by
+    `now` is in seconds of one monotonic clock; with a message it may be the moment the message arrived, while the
+    machine was kept busy until later. Effects are collected and drained by the caller: messages to send by
     `outgoing()`, things that happened by `events()`. A caller drains both after every input.
     """
 
@@ -30,3 +32,10 @@ class Machine(Protocol[In, Out, Event]):
 
     def events(self) -> list[Event]:
         """What happened, in order; a second call returns an empty list."""
+
+
+def drain(collected: list[T]) -> list[T]:
+    """What was collected so far, in order; the list is empty afterwards. Machines drain their effects with it."""
+    drained = collected[:]
+    collected.clear()
+    return drained

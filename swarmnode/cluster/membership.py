@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from swarmnode.machine import drain
+
 if TYPE_CHECKING:
     from swarmnode.ids import BootId, NodeId
 
@@ -113,8 +115,7 @@ class Membership:
         return []
 
     def events(self) -> list[StateChanged]:
-        drained, self._events = self._events, []
-        return drained
+        return drain(self._events)
 
     def _change(self, node: NodeId, entry: _Entry, state: NodeState) -> None:
         if entry.state is not state:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from swarmnode.machine import drain
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -220,12 +222,10 @@ class RingLife:
                 return None
 
     def outgoing(self) -> list[RingCommand]:
-        drained, self._outgoing = self._outgoing, []
-        return drained
+        return drain(self._outgoing)
 
     def events(self) -> list[RingEvent]:
-        drained, self._events = self._events, []
-        return drained
+        return drain(self._events)
 
     @property
     def kv_tokens(self) -> int:

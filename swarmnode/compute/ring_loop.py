@@ -36,6 +36,24 @@ class RingMachine(Protocol):
     def snapshot(self) -> Mapping[str, int]: ...
 
 
+class Inbox:
+    """Inputs in order, each with the moment it arrived: waiting behind a forward is not the link's time."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[float, object]] = SimpleQueue()
+
+    def put(self, message: object) -> None:
+        """Callable from any thread."""
+        self._queue.put((time.monotonic(), message))
+
+    def get(self, timeout: float | None) -> tuple[float, object]:
+        """The next input; raises Empty after `timeout` seconds (None: waits for ever)."""
+        return self._queue.get(timeout=timeout)
+
+    def get_nowait(self) -> tuple[float, object]:
+        return self._queue.get_nowait()
+
+
 class RingLoop:
     """Feeds the machine from `inbox`, runs its work, and hands out what it wants sent.
 
@@ -52,7 +70,7 @@ class RingLoop:
         drain_events: Callable[[], None],
         report: Callable[[Mapping[str, int]], None],
     ) -> None:
-        self.inbox: SimpleQueue[object] = SimpleQueue()
+        self.inbox = Inbox()
         self._machine = machine
         self._engine = engine
         self._send = send
@@ -85,10 +103,10 @@ class RingLoop:
     def _take_inputs(self, *, wait: bool) -> bool:
         """Hand everything queued to the machine; with `wait`, block for the first input or the machine's timer."""
         try:
-            message = self.inbox.get(timeout=self._patience_s()) if wait else self.inbox.get_nowait()
+            arrived_s, message = self.inbox.get(self._patience_s()) if wait else self.inbox.get_nowait()
             while message is not None:
-                self._machine.receive(message, time.monotonic())
-                message = self.inbox.get_nowait()
+                self._machine.receive(message, arrived_s)
+                arrived_s, message = self.inbox.get_nowait()
             return False
         except Empty:
             self._machine.handle_timer(time.monotonic())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.stops import StopMatcher
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, InvalidRequest, SwarmError
-from swarmnode.ring.head import (
+from swarmnode.ring.head_messages import (
     Accepted,
     Cancel,
     Finished,

@@ -22,7 +22,9 @@ from swarmnode.compute.ring_loop import RingLoop
 from swarmnode.compute.text_thread import OpenChat, TextThread
 from swarmnode.compute.worker_spec import WorkerSpec
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, SwarmError
-from swarmnode.ring.head import Cancel, Head, HeadConfig, StartProbe
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_config import HeadConfig
+from swarmnode.ring.head_messages import Cancel, StartProbe
 from swarmnode.ring.messages import Envelope
 from swarmnode.ring.stage import Stage
 from swarmnode.wire.blocking import FrameReader, FrameWriter

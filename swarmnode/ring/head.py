@@ -7,12 +7,29 @@ engine. A ring of one stage hands its answers to itself: the engine's result alr
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import math
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.ids import RequestId, SessionId
-from swarmnode.ring.kv_budget import GROWTH_TOKENS, TYPICAL_TOKENS, KvBudget
+from swarmnode.machine import drain
+from swarmnode.ring.admission import Admission
+from swarmnode.ring.cost_model import CostModel
+from swarmnode.ring.cost_schedule import CostSchedule
+from swarmnode.ring.head_messages import (
+    Accepted,
+    Cancel,
+    CostsMeasured,
+    Finished,
+    HeadEvent,
+    HeadInput,
+    Open,
+    Probed,
+    Refused,
+    Sampled,
+    Started,
+    StartProbe,
+)
 from swarmnode.ring.messages import (
     Broken,
     End,
@@ -26,135 +43,37 @@ from swarmnode.ring.messages import (
     Row,
     Tokens,
 )
+from swarmnode.ring.probes import Probes
 from swarmnode.ring.progress import END_SLACK, ProgressDeadline
+from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
 from swarmnode.ring.session import Phase, Session
-from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Sampling, Work, WorkResult
+from swarmnode.ring.work import GroupWork, PieceWork, Work, WorkResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
+    from swarmnode.ring.head_config import HeadConfig
     from swarmnode.ring.work import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """What the load decided for this ring. `max_group` 0: as large as the groups' rule makes it."""
-
-    num_stages: int
-    context_tokens: int
-    """Longest conversation one session may reach: prompt and reply together."""
-    kv_tokens: int
-    """Tokens all sessions may hold together: the smallest budget of all stages."""
-    max_in_flight: int
-    max_waiting: int
-    eos_token_ids: frozenset[int]
-    prefill_chunk: int = 256
-    """Prompt positions per piece; 0 sends prompts whole."""
-    max_group: int = 0
-    typical_tokens: int = TYPICAL_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A tokenized request. `max_new_tokens` None: until the model stops or the context is full."""
-
-    request: RequestId
-    prompt: tuple[int, ...]
-    max_new_tokens: int | None
-    sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """End a request early: the client left ("cancelled"), or its text met a stop string ("stop")."""
-
-    request: RequestId
-    reason: str = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class StartProbe:
-    """Send a throwaway message round both lanes; `Probed` follows when it came back on each."""
-
-    nonce: int
-
-
-HeadInput = Open | Cancel | StartProbe | Envelope
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request can ever fit; it waits for its turn or runs."""
-
-    request: RequestId
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    request: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token of the reply, in order, including the model's end-of-turn token."""
-
-    request: RequestId
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Clean end: "stop", "length" or "cancelled"."""
-
-    request: RequestId
-    reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    timing: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The request ended with an error, before or after it was accepted."""
-
-    request: RequestId
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """A probe came back on both lanes; `round_ms` is the slower lane's time."""
-
-    nonce: int
-    round_ms: float
-
-
-HeadEvent = Accepted | Started | Sampled | Finished | Refused | Probed
-
-
-@dataclass(slots=True)
-class _ProbeUnderWay:
-    started_s: float
-    missing: set[str] = field(default_factory=lambda: {"act", "pre"})
 
 
 class Head:
     """A `Machine[HeadInput, Envelope, HeadEvent]` that also plans stage 0's compute; see the module docstring."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, schedule: Schedule | None = None) -> None:
         self.config = config
-        self.budget = KvBudget(config.kv_tokens)
+        self.costs = CostModel(config.num_stages)
+        self.admission = Admission(config)
         self.progress = ProgressDeadline()
+        self._schedule = schedule or _schedule(config, self.costs)
         self._sessions: dict[SessionId, Session] = {}
         self._by_request: dict[RequestId, Session] = {}
-        self._waiting: deque[Session] = deque()
         self._prefilling: deque[Session] = deque()
-        self._last_work_was_piece = False
+        self._piece_ended_s = -math.inf
         self._next_id = 1
+        self._next_group_id = 1
+        self._bytes_per_position = 0
         self._broken = False
-        self._probes: dict[int, _ProbeUnderWay] = {}
+        self._probes = Probes()
         self._outgoing: list[Envelope] = []
         self._events: list[HeadEvent] = []
         self._freed: list[SessionId] = []
@@ -171,6 +90,8 @@ class Head:
                     self._admit(now)
             case StartProbe(nonce=nonce):
                 self._start_probe(nonce, now)
+            case CostsMeasured(stage=stage, costs=costs):
+                self.costs.start(stage, costs)
             case Envelope(message=inner):
                 self._receive_answer(inner, now)
 
@@ -192,7 +113,7 @@ class Head:
         return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
     def _limit_s(self) -> float:
-        return self.progress.limit_s(pieces_in_flight=self._pieces_in_flight() > 0)
+        return self.progress.limit_s(pieces_in_flight=any(s.pieces for s in self._sessions.values()))
 
     def _deadline_s(self, session: Session, limit_s: float) -> float | None:
         """When the session counts as stalled; None while nothing of it is under way."""
@@ -203,28 +124,25 @@ class Head:
     # effects
 
     def outgoing(self) -> list[Envelope]:
-        drained, self._outgoing = self._outgoing, []
-        return drained
+        return drain(self._outgoing)
 
     def events(self) -> list[HeadEvent]:
-        drained, self._events = self._events, []
-        return drained
+        return drain(self._events)
 
     def freed(self) -> list[SessionId]:
         """Sessions whose cache on this stage must go before any further work is run."""
-        drained, self._freed = self._freed, []
-        return drained
+        return drain(self._freed)
 
     def snapshot(self) -> dict[str, Any]:
         """Gauges: requests waiting and running, sessions still ending, tokens reserved and in all."""
         phases = [s.phase for s in self._sessions.values()]
         return {
             "sessions": len(self._sessions),
-            "waiting": len(self._waiting),
-            "running": sum(p in (Phase.PREFILL, Phase.DECODE) for p in phases),
+            "waiting": len(self.admission.waiting),
+            "running": self._running(),
             "ending": phases.count(Phase.ENDING),
-            "kv_reserved_tokens": self.budget.used_tokens,
-            "kv_budget_tokens": self.budget.total_tokens,
+            "kv_reserved_tokens": self.admission.budget.used_tokens,
+            "kv_budget_tokens": self.admission.budget.total_tokens,
         }
 
     # requests
@@ -248,98 +166,69 @@ class Head:
         self._next_id += 1
         self._sessions[session.id] = session
         self._by_request[session.request] = session
-        self._waiting.append(session)
+        self.admission.waiting.append(session)
         self._events.append(Accepted(session.request, len(session.prompt)))
         self._admit(now)
 
     def _why_not(self, session: Session) -> tuple[str, str] | None:
         """The error of a request that is refused at the door, as (code, message)."""
-        prompt, limit = len(session.prompt), min(self.config.context_tokens, self.budget.total_tokens)
-        wanted = session.max_new_tokens if session.explicit_max else 1
         if self._broken:
             return "stage_lost", "a stage of this model was lost; load it again"
-        if prompt + wanted > limit:
-            reply = f" + {wanted:,} of max_tokens" if session.explicit_max else " and its reply"
-            return (
-                "context_too_long",
-                f"this conversation needs {prompt + wanted:,} tokens ({prompt:,} of prompt{reply}); "
-                f"the ring serving this model holds {limit:,}",
-            )
-        if len(self._waiting) >= self.config.max_waiting and (self._waiting or not self._can_start(session)):
-            return "overloaded", f"{len(self._waiting)} requests are already waiting; try again later"
-        return None
-
-    def _can_start(self, session: Session) -> bool:
-        """Whether the first in line may start now."""
-        running = sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in self._sessions.values())
-        free = self.budget.free_tokens
-        return running < self.config.max_in_flight and self._first_reservation(session) <= free
+        return self.admission.why_not(session, self._running())
 
     def _admit(self, now: float) -> None:
         """Start waiting sessions in order while the budget and the in-flight limit allow."""
-        while self._waiting and self._can_start(self._waiting[0]):
-            session = self._waiting.popleft()
-            self.budget.reserve(session.id, self._first_reservation(session))
-            session.phase = Phase.PREFILL
+        while (session := self.admission.next_start(self._running())) is not None:
             session.started_s = session.progress_s = session.ready_s = now
             self._prefilling.append(session)
             self._events.append(Started(session.request))
 
-    def _first_reservation(self, session: Session) -> int:
-        reply = session.max_new_tokens
-        if not session.explicit_max:
-            reply = min(reply, self.config.typical_tokens)
-        return min(len(session.prompt) + reply, self.budget.total_tokens)
-
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """What stage 0 computes next: groups and pieces take turns, so neither waits for more than one of the other."""
-        if self._last_work_was_piece:
-            work = self._next_group(now) or self._next_piece(now)
-        else:
-            work = self._next_piece(now) or self._next_group(now)
-        self._last_work_was_piece = isinstance(work, PieceWork)
-        return work
+        """What stage 0 computes next: a piece, unless a decode step waits that has waited for one already."""
+        chosen = self._pass()
+        if any(session.delayed for session in self._ready()):
+            return self._next_group(chosen, now) or self._next_piece(chosen, now)
+        return self._next_piece(chosen, now) or self._next_group(chosen, now)
 
-    def _next_piece(self, now: float) -> PieceWork | None:
-        """The next prompt piece, sessions in turn, at most one piece per stage in the ring at once."""
-        if not self._prefilling or self._pieces_in_flight() >= self.config.num_stages:
-            return None
-        session = self._prefilling.popleft()
-        chunk = self.config.prefill_chunk or len(session.prompt)
-        end = min(session.next_piece + chunk, len(session.prompt))
-        work = PieceWork(
-            session=session.id,
-            pos=session.next_piece,
-            ids=session.prompt[session.next_piece : end],
-            last=end == len(session.prompt),
-            sampling=session.sampling if session.next_piece == 0 else None,
+    def _pass(self) -> Pass:
+        groups = Counter(s.group for s in self._sessions.values() if s.phase is Phase.DECODE and s.in_flight)
+        under_way = [piece for s in self._sessions.values() for piece in s.pieces]
+        return Pass(
+            ready=len(self._ready()),
+            groups_in_flight=tuple(groups.values()),
+            pieces_in_flight=len(under_way),
+            positions_in_flight=sum(piece.n for piece in under_way),
+            bytes_per_position=self._bytes_per_position,
         )
-        session.next_piece = end
-        if session.pieces_in_flight == 0:
-            session.progress_s = now  # waiting for its turn at stage 0 is no stage's silence
-        session.pieces_in_flight += 1
-        session.step_started_s = now
+
+    def _next_piece(self, chosen: Pass, now: float) -> PieceWork | None:
+        """The next prompt piece, sessions in turn."""
+        if not self._prefilling:
+            return None
+        session = self._prefilling[0]
+        n = self._schedule.piece_positions(chosen, len(session.prompt) - session.next_piece)
+        if n == 0:
+            return None
+        self._prefilling.popleft()
+        work = session.take_piece(n, now)
         if not work.last:
             self._prefilling.append(session)
+        for waiting in self._ready():
+            waiting.delayed = True
         return work
 
-    def _next_group(self, now: float) -> GroupWork | None:
-        """One position of the sessions whose token came back, split so that every stage has a group to run."""
-        decoding = [s for s in self._sessions.values() if s.phase is Phase.DECODE]
-        ready = sorted((s for s in decoding if s.last_token is not None), key=lambda s: s.ready_s)
+    def _next_group(self, chosen: Pass, now: float) -> GroupWork | None:
+        """One position of the sessions that have waited longest for theirs."""
+        if not chosen.ready:
+            return None
+        rows = self._schedule.group_rows(chosen)
+        ready = sorted(self._ready(), key=lambda s: s.ready_s)[:rows]
         if not ready:
             return None
-        size = -(-len(decoding) // self.config.num_stages)
-        if self.config.max_group:
-            size = min(size, self.config.max_group)
-        rows = []
-        for session in ready[:size]:
-            rows.append(DecodeRow(session.id, session.length, session.last_token))
-            session.last_token = None
-            session.step_started_s = session.progress_s = now
-        return GroupWork(tuple(rows))
+        self._next_group_id += 1
+        return GroupWork(tuple(session.take_step(self._next_group_id, now) for session in ready))
 
     def complete(self, work: Work, result: WorkResult, now: float) -> None:
         """Take the engine's result: send it on, or in a ring of one treat it as the answer."""
@@ -348,6 +237,7 @@ class Head:
                 self._refuse(session, failure.code, failure.message, now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
+            self._piece_ended_s = now
             if session := self._alive(work.session):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
@@ -362,13 +252,15 @@ class Head:
             token = result.tokens[0] if result.tokens else None
             self._piece_done(PieceDone(session.id, session.gen, work.pos, len(work.ids), token, compute_ms), now)
             return
+        hidden = _required(result.hidden)
+        self._bytes_per_position = len(hidden.data) // len(work.ids)
         piece = Piece(
             session=session.id,
             gen=session.gen,
             pos=work.pos,
             ids=work.ids,
             last=work.last,
-            hidden=_required(result.hidden),
+            hidden=hidden,
             sampling=work.sampling,
             compute_ms=compute_ms,
         )
@@ -409,10 +301,11 @@ class Head:
         session = self._alive(answer.session)
         if session is None or session.gen != answer.gen or session.phase is not Phase.PREFILL:
             return
-        if answer.pos != session.answered:
+        if not session.pieces or answer.pos != session.pieces[0].pos:
             return
-        session.answered += answer.n
-        session.pieces_in_flight -= 1
+        piece = session.pieces.popleft()
+        wall_ms = (now - piece.started_s) * 1e3
+        self.costs.observe_piece(answer.n, answer.compute_ms, wall_ms - answer.queue_ms)
         self.progress.observe(now - session.progress_s)
         session.progress_s = now
         if answer.token is not None:
@@ -421,6 +314,10 @@ class Head:
             self._take_token(session, answer.token, now)
 
     def _tokens(self, answer: Tokens, now: float) -> None:
+        sent_s = [s.step_started_s for row in answer.rows if (s := self._alive(row.session)) and s.in_flight]
+        if sent_s:
+            wall_ms = (now - max(sent_s)) * 1e3
+            self.costs.observe_group(len(answer.rows), answer.compute_ms, wall_ms - answer.queue_ms)
         for row, token in zip(answer.rows, answer.tokens, strict=True):
             session = self._alive(row.session)
             if session is None or session.gen != row.gen or row.pos != session.length or not session.in_flight:
@@ -434,21 +331,13 @@ class Head:
     def _take_token(self, session: Session, token: int, now: float) -> None:
         session.generated += 1
         session.last_token = token
+        session.delayed = now < self._piece_ended_s
         session.ready_s = session.progress_s = now
         self._events.append(Sampled(session.request, token))
         if token in self.config.eos_token_ids:
             self._finish(session, "stop", now)
-        elif session.generated >= session.max_new_tokens or not self._grow(session):
+        elif session.generated >= session.max_new_tokens or not self.admission.grow(session):
             self._finish(session, "length", now)
-
-    def _grow(self, session: Session) -> bool:
-        """Keep room for the next position; a reply without max_tokens grows its reservation as it goes."""
-        needed = len(session.prompt) + session.generated + 1
-        if needed <= self.budget.held_by(session.id):
-            return True
-        held, free = self.budget.held_by(session.id), self.budget.free_tokens
-        wanted = min(needed + GROWTH_TOKENS, len(session.prompt) + session.max_new_tokens, held + free)
-        return needed <= wanted and self.budget.reserve(session.id, wanted)
 
     # ends
 
@@ -464,13 +353,13 @@ class Head:
         """Free it here and tell every stage; its reservation stays until `Ended` comes back from the last one."""
         del self._by_request[session.request]
         if session.phase is Phase.WAITING:
-            self._waiting.remove(session)
+            self.admission.waiting.remove(session)
             del self._sessions[session.id]
             return
         if session in self._prefilling:
             self._prefilling.remove(session)
         session.phase, session.progress_s = Phase.ENDING, now
-        session.pieces_in_flight = 0
+        session.pieces.clear()
         self._freed.append(session.id)
         if self.config.num_stages == 1 or self._broken:
             self._ended(session.id)
@@ -481,7 +370,7 @@ class Head:
         session = self._sessions.get(session_id)
         if session is not None and session.phase is Phase.ENDING:
             del self._sessions[session_id]
-            self.budget.release(session_id)
+            self.admission.budget.release(session_id)
 
     def _break(self, why: str, now: float) -> None:
         """The ring is lost: every session ends now, and nothing more is sent."""
@@ -492,7 +381,7 @@ class Head:
             self._refuse(session, "stage_lost", f"{why}; load the model again", now)
         for session_id in [s.id for s in self._sessions.values()]:
             self._ended(session_id)
-        self._probes.clear()
+        self._probes.forget()
         self._outgoing.clear()
 
     # probes
@@ -501,22 +390,21 @@ class Head:
         if self.config.num_stages == 1:
             self._events.append(Probed(nonce, 0.0))
             return
-        self._probes[nonce] = _ProbeUnderWay(now)
-        self._outgoing += [Envelope(lane, Probe(nonce, lane)) for lane in ("act", "pre")]
+        self._outgoing += self._probes.start(nonce, now)
 
     def _probe_returned(self, nonce: int, lane: str, now: float) -> None:
-        probe = self._probes.get(nonce)
-        if probe is None:
-            return
-        probe.missing.discard(lane)
-        if not probe.missing:
-            del self._probes[nonce]
-            self._events.append(Probed(nonce, (now - probe.started_s) * 1e3))
+        round_ms = self._probes.returned(nonce, lane, now)
+        if round_ms is not None:
+            self.costs.observe_road(round_ms)
+            self._events.append(Probed(nonce, round_ms))
 
     # look-ups
 
-    def _pieces_in_flight(self) -> int:
-        return sum(session.pieces_in_flight for session in self._sessions.values())
+    def _running(self) -> int:
+        return sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in self._sessions.values())
+
+    def _ready(self) -> list[Session]:
+        return [s for s in self._sessions.values() if s.phase is Phase.DECODE and s.last_token is not None]
 
     def _active(self) -> Iterable[Session]:
         return [s for s in self._sessions.values() if s.phase is not Phase.ENDING]
@@ -535,3 +423,7 @@ def _required(hidden: Activation | None) -> Activation:
     if hidden is None:
         raise RuntimeError("the engine of a stage that is not the last returned no hidden states")
     return hidden
+
+
+def _schedule(config: HeadConfig, costs: CostModel) -> Schedule:
+    return SourceSchedule(config) if config.schedule == "source" else CostSchedule(config, costs)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from swarmnode.ring.work import DecodeRow, PieceWork
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +52,15 @@ class StepTimes:
         return means | {"link_ms": self.link_ms / self.steps, "queue_ms": self.queue_ms / self.steps}
 
 
+@dataclass(frozen=True, slots=True)
+class PieceUnderWay:
+    """A piece that was handed to stage 0 and has not come back."""
+
+    pos: int
+    n: int
+    started_s: float
+
+
 @dataclass(slots=True)
 class Session:
     """Mutable state of one session; only `Head` changes it."""
@@ -64,10 +76,13 @@ class Session:
     phase: Phase = Phase.WAITING
     next_piece: int = 0
     """First prompt position not yet run on stage 0."""
-    pieces_in_flight: int = 0
-    answered: int = 0
-    """First prompt position whose piece has not come back."""
+    pieces: deque[PieceUnderWay] = field(default_factory=deque)
+    """In the ring, in order; answers come back in the same order."""
     generated: int = 0
+    group: int = 0
+    """Names the group its last step went round with."""
+    delayed: bool = False
+    """Its next step has waited for a prompt piece at stage 0: it goes before any other piece."""
     last_token: int | None = None
     """Set while the session is ready for its next decode step; None while a step is in flight."""
     ready_s: float = 0.0
@@ -89,8 +104,33 @@ class Session:
     def in_flight(self) -> bool:
         """Something of it is travelling round the ring."""
         if self.phase is Phase.PREFILL:
-            return self.pieces_in_flight > 0
+            return bool(self.pieces)
         return self.phase is Phase.DECODE and self.last_token is None
+
+    def take_piece(self, n: int, now: float) -> PieceWork:
+        """The next `n` positions of its prompt as work; from now on they are under way."""
+        pos = self.next_piece
+        self.next_piece = pos + n
+        if not self.pieces:
+            self.progress_s = now  # waiting for its turn at stage 0 is no stage's silence
+        self.pieces.append(PieceUnderWay(pos, n, now))
+        self.step_started_s = now
+        return PieceWork(
+            session=self.id,
+            pos=pos,
+            ids=self.prompt[pos : pos + n],
+            last=self.next_piece == len(self.prompt),
+            sampling=self.sampling if pos == 0 else None,
+        )
+
+    def take_step(self, group: int, now: float) -> DecodeRow:
+        """Its next position as a row of group `group`; from now on it is under way."""
+        row = DecodeRow(self.id, self.length, self.last_token)
+        self.last_token = None
+        self.delayed = False
+        self.group = group
+        self.step_started_s = self.progress_s = now
+        return row
 
     def timing(self) -> dict[str, Any]:
         """`swarm.timing` of the reply (milliseconds, averaged per token where it is a step's)."""

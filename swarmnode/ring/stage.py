@@ -6,10 +6,12 @@ were still under way are skipped until `End` came on both lanes; the last stage 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from swarmnode.machine import drain
 from swarmnode.ring.messages import (
     Broken,
     End,
@@ -46,6 +48,8 @@ class _Queued:
     message: Piece | Group
     arrived_s: float
     started_s: float = 0.0
+    delayed: bool = False
+    """A group that has waited for a prompt piece here: it goes before any other piece."""
     ended: set[SessionId] = field(default_factory=set)
     """Sessions that ended while this stood in the queue: their floor may be gone before its turn comes."""
 
@@ -61,14 +65,14 @@ class Stage:
         self._groups: deque[_Queued] = deque()
         self._pieces: deque[_Queued] = deque()
         self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
-        self._last_work_was_piece = False
+        self._piece_ended_s = -math.inf
         self._outgoing: list[Envelope] = []
         self._freed: list[SessionId] = []
 
     def receive(self, envelope: Envelope, now: float) -> None:
         match envelope.message:
             case Group() as message:
-                self._groups.append(_Queued(message, now))
+                self._groups.append(_Queued(message, now, delayed=now < self._piece_ended_s))
             case Piece() as message:
                 self._pieces.append(_Queued(message, now))
             case End(session=session):
@@ -87,13 +91,11 @@ class Stage:
         return None
 
     def outgoing(self) -> list[Envelope]:
-        drained, self._outgoing = self._outgoing, []
-        return drained
+        return drain(self._outgoing)
 
     def freed(self) -> list[SessionId]:
         """Sessions whose cache on this stage must go before any further work is run."""
-        drained, self._freed = self._freed, []
-        return drained
+        return drain(self._freed)
 
     def snapshot(self) -> dict[str, int]:
         return {
@@ -105,14 +107,15 @@ class Stage:
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """Groups and pieces take turns: a decode step waits for at most one piece's compute."""
+        """A piece, unless a group waits that has waited for one already; so a step waits for one piece at most."""
         while self._groups or self._pieces:
-            take_group = bool(self._groups) and (self._last_work_was_piece or not self._pieces)
-            queued = self._groups.popleft() if take_group else self._pieces.popleft()
-            self._last_work_was_piece = not take_group
+            take_piece = bool(self._pieces) and not any(group.delayed for group in self._groups)
+            queued = self._pieces.popleft() if take_piece else self._groups.popleft()
             queued.started_s = now
             work = self._admit(queued)
             if work is not None:
+                for group in self._groups if take_piece else ():
+                    group.delayed = True
                 return work
         return None
 
@@ -165,6 +168,7 @@ class Stage:
         compute_ms = (*message.compute_ms, result.compute_ms)
         queue_ms = message.queue_ms + (queued.started_s - queued.arrived_s) * 1e3
         if isinstance(message, Piece):
+            self._piece_ended_s = now
             if message.session in self._held and message.session not in result.failed:
                 self._piece_computed(message, result, compute_ms, queue_ms)
         else:

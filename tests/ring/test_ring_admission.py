@@ -9,7 +9,7 @@ from ring_world import Link, Outcome, Request, RingWorld, head_config
 
 from swarmnode.compute.script import Script
 from swarmnode.ids import SessionId
-from swarmnode.ring.head import Accepted, Finished, Refused, Started
+from swarmnode.ring.head_messages import Accepted, Finished, Refused, Started
 from swarmnode.ring.kv_budget import GROWTH_TOKENS, KvBudget
 
 ENDLESS = Script(default=(9,), then="repeat", prefill_ms_per_token=1, decode_ms=5)
@@ -62,7 +62,7 @@ def test_k2_the_smaller_of_context_and_budget_is_the_limit(context: int, budget:
 def test_k1_a_session_reserves_its_prompt_and_reply_until_it_ends() -> None:
     world = RingWorld(head_config(2), ENDLESS)
     seen = set()
-    world.watch = lambda w: seen.add(w.head.budget.used_tokens)
+    world.watch = lambda w: seen.add(w.head.admission.budget.used_tokens)
     world.open(request("a", 30, 12))
     world.run_until_quiet()
     assert seen == {42, 0}
@@ -127,7 +127,7 @@ def test_a_refusal_changes_nothing_for_the_others() -> None:
 def test_k1_without_max_tokens_a_typical_chat_is_reserved_and_grows() -> None:
     world = RingWorld(head_config(2, typical_tokens=10, kv_tokens=2000, context_tokens=600), ENDLESS)
     seen: list[int] = []
-    world.watch = lambda w: seen.append(w.head.budget.used_tokens)
+    world.watch = lambda w: seen.append(w.head.admission.budget.used_tokens)
     outcome = world.open(request("a", 50))
     world.run_until_quiet()
     held = sorted(set(seen))

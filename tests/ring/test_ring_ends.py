@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ring_world import Link, Request, RingWorld, head_config, tokens_alone
 
 from swarmnode.compute.script import Script
-from swarmnode.ring.head import Finished, Sampled
+from swarmnode.ring.head_messages import Finished, Sampled
 from swarmnode.ring.messages import End, Ended, Group, Piece
 
 ENDLESS = Script(default=(9,), then="repeat", prefill_ms_per_token=1, decode_ms=5)
@@ -39,14 +39,14 @@ def test_cancel_in_prefill_frees_every_stage_within_one_step(num_stages: int) ->
     outcome = world.open(request("a", 400, 4))
     world.cancel("a", at_s=0.5)
     world.run_until(0.5 + 0.080)
-    assert not world.nodes[0].engine.caches
+    assert not world.engines[0].caches
     world.run_until(0.5 + 0.080 + 2 * 0.090 * num_stages)
     assert isinstance(outcome.end, Finished)
     assert (outcome.end.reason, outcome.tokens) == ("cancelled", [])
     assert not world.leftovers()
-    done = [len(node.engine.works) for node in world.nodes]
+    done = [len(engine.works) for engine in world.engines]
     world.run_until_quiet()
-    assert [len(node.engine.works) for node in world.nodes] == done
+    assert [len(engine.works) for engine in world.engines] == done
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
@@ -59,7 +59,7 @@ def test_cancel_in_decode_frees_every_stage_within_one_step(num_stages: int) -> 
     world.run_until(0.7 + 0.016 * num_stages)
     assert isinstance(outcome.end, Finished)
     assert outcome.end.completion_tokens == len(outcome.tokens) > 0
-    assert [node.engine.caches for node in world.nodes] == [{2}] * num_stages
+    assert [engine.caches for engine in world.engines] == [{2}] * num_stages
     world.run_until_quiet()
     assert staying.tokens == tokens_alone(ENDLESS, other)
     assert not world.leftovers()
@@ -70,7 +70,7 @@ def test_the_end_goes_out_on_both_lanes_and_its_answer_frees_the_reservation(num
     world = RingWorld(head_config(num_stages), ENDLESS)
     world.open(request("a", 4, 2))
     held_at: list[float] = []
-    world.watch = lambda w: held_at.append(w.now_s) if w.head.budget.used_tokens else None
+    world.watch = lambda w: held_at.append(w.now_s) if w.head.admission.budget.used_tokens else None
     world.run_until_quiet()
     ends = [(stage, e.lane) for _, stage, e in world.sent if isinstance(e.message, End)]
     assert sorted(ends) == [(stage, lane) for stage in range(num_stages - 1) for lane in ("act", "pre")]

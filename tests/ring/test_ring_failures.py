@@ -9,7 +9,8 @@ from ring_world import GREEDY, Link, Outcome, Request, RingWorld, head_config, t
 
 from swarmnode.compute.script import Reply, Script
 from swarmnode.ids import RequestId, SessionId
-from swarmnode.ring.head import Finished, Head, Open, Refused, Sampled
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_messages import Finished, Open, Refused, Sampled
 from swarmnode.ring.messages import Broken, End, Envelope, Failed, Group, Piece, PieceDone
 from swarmnode.ring.progress import END_SLACK, PIECE_FLOOR_S, SLACK, STEP_FLOOR_S, WINDOW, ProgressDeadline
 from swarmnode.ring.work import GroupWork, PieceWork, WorkResult
@@ -58,14 +59,14 @@ def test_the_failure_travels_to_the_head_which_ends_the_session_everywhere() -> 
     assert failed == [(1, "act"), (2, "act"), (3, "tok")]
     ends = [(stage, e.lane) for _, stage, e in world.sent if isinstance(e.message, End)]
     assert sorted(ends) == [(stage, lane) for stage in (0, 1, 2) for lane in ("act", "pre")]
-    assert [node.engine.caches for node in world.nodes] == [set()] * 4
+    assert [engine.caches for engine in world.engines] == [set()] * 4
 
 
 def test_a_group_that_fails_is_run_again_one_by_one() -> None:
     world = RingWorld(head_config(1), script(4, 0))
     good, bad = world.open(request("good", GOOD)), world.open(request("bad", FAILING))
     world.run_until_quiet()
-    sizes = [len(w.rows) for w in world.nodes[0].engine.works if isinstance(w, GroupWork)]
+    sizes = [len(w.rows) for w in world.engines[0].works if isinstance(w, GroupWork)]
     retried = next(i for i, (a, b) in enumerate(pairwise(sizes)) if a == 2 and b == 1)
     assert sizes[retried : retried + 3] == [2, 1, 1]
     assert len(good.tokens) == 25
@@ -77,12 +78,12 @@ def test_a_failing_piece_fails_only_its_prompt_and_later_pieces_are_skipped() ->
     world = RingWorld(head_config(3, prefill_chunk=4), script(0, 1, prefill_ms_per_token=5))
     outcome, other = world.open(request("a", 1, 40)), world.open(request("b", GOOD, 30))
     world.run_until(0.06)
-    ran_before = len(world.nodes[1].engine.works)
+    ran_before = len(world.engines[1].works)
     world.stages[0]._held.pop(SessionId(1))
     world.run_until_quiet()
     assert refused(outcome).code == "cache_gap"
     assert "follows a cache of 0" in refused(outcome).message
-    after = [w for w in world.nodes[1].engine.works[ran_before:] if isinstance(w, PieceWork)]
+    after = [w for w in world.engines[1].works[ran_before:] if isinstance(w, PieceWork)]
     assert SessionId(1) not in {w.session for w in after}
     assert len(other.tokens) == 25
     assert not world.leftovers()
@@ -104,7 +105,7 @@ def test_broken_ends_everything_once_and_nothing_more_is_sent(at_s: float, stage
     assert {e.code for e in lost} == {"stage_lost"}
     assert f"stage {stage}" in lost[0].message
     assert not [at for at, by, _ in world.sent if by == 0 and at > told_s]
-    assert world.head.budget.used_tokens == 0
+    assert world.head.admission.budget.used_tokens == 0
     assert world.head.snapshot() | {"kv_budget_tokens": 0} == dict.fromkeys(world.head.snapshot(), 0)
     later = world.open(request("later", GOOD))
     world.run_until_quiet()
@@ -124,7 +125,7 @@ def test_a_step_nobody_answers_stalls_at_the_deadline_and_the_end_breaks_the_rin
     assert STEP_FLOOR_S <= stalled_s - last_token_s < STEP_FLOOR_S + 0.1
     assert refused(waiting).code == "stalled"
     assert waiting.seconds_of(Refused) <= stalled_s + END_SLACK * PIECE_FLOOR_S
-    assert world.head.budget.used_tokens == 0
+    assert world.head.admission.budget.used_tokens == 0
 
 
 def test_before_anything_was_seen_a_first_piece_may_take_a_minute() -> None:

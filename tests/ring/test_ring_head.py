@@ -5,7 +5,8 @@ from __future__ import annotations
 from ring_world import GREEDY, head_config
 
 from swarmnode.ids import RequestId, SessionId
-from swarmnode.ring.head import Head, Open, Refused
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_messages import Open, Refused
 from swarmnode.ring.kv_budget import KvBudget
 from swarmnode.ring.messages import Broken, Envelope, PieceDone
 from swarmnode.ring.progress import SLACK

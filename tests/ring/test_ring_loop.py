@@ -12,7 +12,8 @@ from ring_world import EOS, GREEDY, WatchedEngine, head_config, stage_spec
 from swarmnode.compute.ring_loop import RingLoop
 from swarmnode.compute.script import Script
 from swarmnode.ids import RequestId, SessionId
-from swarmnode.ring.head import Cancel, Finished, Head, HeadEvent, Open, Sampled
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_messages import Cancel, Finished, HeadEvent, Open, Sampled
 from swarmnode.ring.messages import Envelope, Failed, Group, Row
 from swarmnode.ring.stage import Stage
 from swarmnode.ring.work import Activation

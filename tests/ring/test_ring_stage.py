@@ -243,11 +243,20 @@ def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], tak
     assert not set(caches) & set(stage._floors)
 
 
-def test_groups_and_pieces_that_wait_take_turns() -> None:
+def test_a_group_waits_for_one_piece_at_most() -> None:
+    """Whatever queues up while a piece runs goes before the next piece; so does what waited from before."""
     stage = Stage(1, 2)
     run(stage, piece(ONE, 0, 1))
-    for i in range(3):
-        stage.receive(Envelope("pre", piece(TWO, i, 1)), 0.0)
+    order = ""
+    for i in range(4):
+        stage.receive(Envelope("pre", piece(TWO, i, 1)), 2.0 * i)
+    for i in range(2):
         stage.receive(Envelope("act", group((ONE, 0, 1 + i))), 0.0)
-    works = run(stage)
-    assert ["g" if isinstance(work, GroupWork) else "p" for work in works] == ["g", "p"] * 3
+    now, during = 0.0, iter(range(3, 5))
+    while (work := stage.next_work(now)) is not None:
+        order += "g" if isinstance(work, GroupWork) else "p"
+        stage.complete(work, WorkResult(tokens=(7,)), now + 1)
+        if order.endswith("p") and (pos := next(during, None)) is not None:
+            stage.receive(Envelope("act", group((ONE, 0, pos))), now + 0.5)
+        now += 1
+    assert order == "pgggpgpp"

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ring_world import Link, Request, RingWorld, head_config, tokens_alone
 
 from swarmnode.compute.script import Reply, Script
-from swarmnode.ring.head import Finished
+from swarmnode.ring.head_messages import Finished
 from swarmnode.ring.messages import Ended
 from swarmnode.ring.session import Phase
 
@@ -121,18 +121,18 @@ class RingUnderTest(RuleBasedStateMachine):
 def check_every_step(world: RingWorld) -> None:
     head = world.head
     sessions = head._sessions.values()
-    held = [head.budget.held_by(s.id) for s in sessions]
-    assert head.budget.used_tokens == sum(held) <= head.budget.total_tokens
+    held = [head.admission.budget.held_by(s.id) for s in sessions]
+    assert head.admission.budget.used_tokens == sum(held) <= head.admission.budget.total_tokens
     assert all(h >= s.length for h, s in zip(held, sessions, strict=True) if s.phase in (Phase.PREFILL, Phase.DECODE))
     assert sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in sessions) <= head.config.max_in_flight
-    assert len(head._waiting) <= head.config.max_waiting
-    assert sum(s.pieces_in_flight for s in sessions) <= head.config.num_stages
+    assert len(head.admission.waiting) <= head.config.max_waiting
+    assert sum(len(s.pieces) for s in sessions) <= head.config.num_stages
     if world.sent and isinstance(world.sent[-1][2].message, Ended):
         gone = world.sent[-1][2].message.session
         for stage in world.stages:
             assert gone not in stage._held
             assert gone not in stage._floors
-        assert all(gone not in node.engine.caches for node in world.nodes)
+        assert all(gone not in engine.caches for engine in world.engines)
 
 
 RingUnderTest.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarmnode.ring.head import Accepted, Finished, HeadEvent, Probed, Refused, Sampled, Started
+from swarmnode.ring.head_messages import Accepted, Finished, HeadEvent, Probed, Refused, Sampled, Started
 from swarmnode.ring.messages import (
     Broken,
     End,

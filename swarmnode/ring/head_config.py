@@ -1,0 +1,33 @@
+"""What a load decided for the head of a ring: its limits, and how it schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarmnode.ring.kv_budget import TYPICAL_TOKENS
+
+SCHEDULES = ("cost", "source")
+"""`cost`: groups and pieces by what they cost on these stages and links. `source`: the source's fixed rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """`max_group` 0: as large as the schedule makes it."""
+
+    num_stages: int
+    context_tokens: int
+    """Longest conversation one session may reach: prompt and reply together."""
+    kv_tokens: int
+    """Tokens all sessions may hold together: the smallest budget of all stages."""
+    max_in_flight: int
+    max_waiting: int
+    eos_token_ids: frozenset[int]
+    prefill_chunk: int = 256
+    """Most prompt positions per piece; 0 sends prompts whole."""
+    max_group: int = 0
+    typical_tokens: int = TYPICAL_TOKENS
+    schedule: str = "cost"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")

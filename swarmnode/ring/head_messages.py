@@ -1,0 +1,103 @@
+"""What the head is told, and what it reports about requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.ring.messages import Envelope
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from swarmnode.ids import RequestId
+    from swarmnode.ring.cost_model import StageCosts
+    from swarmnode.ring.work import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A tokenized request. `max_new_tokens` None: until the model stops or the context is full."""
+
+    request: RequestId
+    prompt: tuple[int, ...]
+    max_new_tokens: int | None
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request early: the client left ("cancelled"), or its text met a stop string ("stop")."""
+
+    request: RequestId
+    reason: str = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class StartProbe:
+    """Send a throwaway message round both lanes; `Probed` follows when it came back on each."""
+
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostsMeasured:
+    """What a stage measured of itself at load: where its costs start, until real steps say more."""
+
+    stage: int
+    costs: StageCosts
+
+
+HeadInput = Open | Cancel | StartProbe | CostsMeasured | Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request can ever fit; it waits for its turn or runs."""
+
+    request: RequestId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token of the reply, in order, including the model's end-of-turn token."""
+
+    request: RequestId
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Clean end: "stop", "length" or "cancelled"."""
+
+    request: RequestId
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    timing: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request ended with an error, before or after it was accepted."""
+
+    request: RequestId
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A probe came back on both lanes; `round_ms` is the slower lane's time."""
+
+    nonce: int
+    round_ms: float
+
+
+HeadEvent = Accepted | Started | Sampled | Finished | Refused | Probed
