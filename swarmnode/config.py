@@ -111,7 +111,7 @@ VARIABLES: tuple[Variable, ...] = (
         "SWARM_SERVE_PREFILL_CHUNK",
         "256",
         "peer",
-        "prompt tokens per piece sent through the stages (0: the whole prompt at once)",
+        "prompt tokens per piece sent through the stages, 1024 at most (0: as many as that)",
         _at_least(0),
     ),
     Variable(

@@ -31,6 +31,7 @@ from swarmnode.wire.blocking import FrameReader, FrameWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.deadlines import WORKER_EXIT_S
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.limits import MAX_PIECE_POSITIONS
 from swarmnode.wire.ring_codec import from_frame, to_frame
 
 if TYPE_CHECKING:
@@ -86,13 +87,12 @@ class Worker:
         self._reader = reader
         self._writer = writer
         self._outbox: SimpleQueue[Frame | None] = SimpleQueue()
-        self._writing = threading.Thread(target=self._write, name="writer", daemon=True)
         self._route: Callable[[Frame], None] = _refuse_early
-        self._writing.start()
+        self._writing = start_thread("writer", self._write)
 
     def run(self) -> None:
         spec = self._read_spec()
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        start_thread("reader", self._read)
         machine = make_machine(spec)
         stage = load(spec, self._report_loading)
         text: TextThread | None = None
@@ -105,7 +105,7 @@ class Worker:
         )
         if stage.pipeline is not None:
             text = TextThread(spec.ring_id, stage.pipeline, loop.inbox.put, self._post)
-            threading.Thread(target=text.run, name="text", daemon=True).start()
+            start_thread("text", text.run)
         self._route = FrameRouter(loop, text).route
         self._post(Frame("ready", {}, pack_body({"kv_tokens": spec.kv_tokens, "pid": os.getpid()})))
         loop.run()
@@ -126,12 +126,8 @@ class Worker:
 
     def _read(self) -> None:
         """The reader thread: the end of input ends the process, whatever the other threads are doing."""
-        try:
-            while (frame := self._reader.read()) is not None and frame.kind != "shutdown":
-                self._route(frame)
-        except Exception:  # a node that breaks the protocol, or a bug: the node sees the exit and the log
-            traceback.print_exc(file=sys.stderr)
-            os._exit(EXIT_FAILED)
+        while (frame := self._reader.read()) is not None and frame.kind != "shutdown":
+            self._route(frame)
         os._exit(EXIT_INPUT_CLOSED)
 
     def _write(self) -> None:
@@ -147,6 +143,23 @@ class Worker:
 
     def _report_loading(self, phase: str, done: int, total: int) -> None:
         self._post(Frame("loading", {"phase": phase, "done": done, "total": total}))
+
+
+def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    """Start one of the worker's threads. Without any of them the stage would live on and answer nobody, so whatever
+    `run` raises ends the process: the node sees the exit, and the log's last line is the reason."""
+
+    def guarded() -> None:
+        try:
+            run()
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(EXIT_FAILED)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class FrameRouter:
@@ -215,11 +228,18 @@ def make_machine(spec: WorkerSpec) -> Head | Stage:
             max_in_flight=spec.max_in_flight,
             max_waiting=spec.max_waiting,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            prefill_chunk=spec.prefill_chunk,
+            prefill_chunk=piece_tokens(spec),
             max_group=spec.max_group,
             typical_tokens=spec.typical_tokens,
         )
     )
+
+
+def piece_tokens(spec: WorkerSpec) -> int:
+    """Positions of a prompt piece: what was asked for, within what one frame to the next stage can hold."""
+    if spec.num_stages == 1:
+        return spec.prefill_chunk
+    return min(spec.prefill_chunk or MAX_PIECE_POSITIONS, MAX_PIECE_POSITIONS)
 
 
 def _hand_over(machine: Head | Stage, text: TextThread | None) -> None:

@@ -10,8 +10,10 @@ MAX_STAGES = 1024
 """Stages a message can have passed (one compute time each): a model has no more layers than that."""
 MAX_HEADER_BYTES = 64 << 10
 """A header: 4096 ids of 5 bytes, or 1024 rows of 20, three times over."""
+MAX_PIECE_POSITIONS = 1024
+"""Positions a stage 0 puts in one prompt piece at most, whatever it was asked for."""
 MAX_BODY_BYTES = 64 << 20
-"""A body: 1024 fp32 positions of hidden size 16384, the largest piece the largest open models are cut into."""
+"""A body: MAX_PIECE_POSITIONS in fp32 of hidden size 16384, the largest of the open models."""
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES
 """What the four length bytes may say (header and body together)."""
 MAX_JOIN_FRAME_BYTES = 16 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, assert_never
 
-from swarmnode.errors import ProtocolError
+from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.ids import SessionId
 from swarmnode.ring.messages import (
     Broken,
@@ -43,7 +43,9 @@ def to_frame(message: RingMessage) -> Frame:
         case Ended(session):
             return Frame("ended", {"session": session})
         case Failed(session, gen, code, text):
-            return Frame("failed", {"session": session, "gen": gen, "code": code, "message": text})
+            # an exception's text has any length, and a frame that is refused here would end the whole stage
+            cut = text[:MAX_MESSAGE_CHARS]
+            return Frame("failed", {"session": session, "gen": gen, "code": code, "message": cut})
         case Probe(nonce, lane, hops):
             return Frame("probe", {"nonce": nonce, "via": lane, "hops": hops})
         case Broken(stage):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.errors import ProtocolError
+from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
+from swarmnode.ids import SessionId
 from swarmnode.ring import messages as m
 from swarmnode.ring.work import Activation, Sampling
 from swarmnode.wire.frames import Frame, FrameDecoder, encode_bytes
@@ -102,3 +103,8 @@ def test_lists_that_do_not_fit_together_are_refused(frame: Frame, changes: dict[
 def test_other_kinds_are_no_ring_messages() -> None:
     with pytest.raises(ProtocolError, match="bye frame is no ring message"):
         from_frame(Frame("bye", {"reason": ""}))
+
+
+def test_the_reason_of_a_failure_is_cut_to_what_a_frame_takes() -> None:
+    frame = to_frame(m.Failed(SessionId(1), 0, "stage_failed", "x" * 10_000))
+    assert len(FrameDecoder().feed(encode_bytes(frame))[0].header["message"]) == MAX_MESSAGE_CHARS
