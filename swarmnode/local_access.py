@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import ssl
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -45,6 +46,17 @@ def make_local_access(url: str, certificate: Path | None) -> LocalAccess:
 
 def write_local_access(data_dir: Path, access: LocalAccess) -> None:
     write_private(data_dir / FILE_NAME, json.dumps(asdict(access)).encode())
+
+
+def trust_exactly(certificate: str) -> ssl.SSLContext:
+    """A client's TLS that accepts this certificate (PEM) and no other, whatever names it holds.
+
+    Raises ssl.SSLError, ValueError.
+    """
+    context = ssl.create_default_context(cadata=certificate)
+    context.check_hostname = False  # a node is reached under many names; its certificate came from itself
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def read_local_access(data_dir: Path, url: str) -> LocalAccess | None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from swarmnode.cluster.token_book import TokenRecord
 
 CALLER_KEY = "swarmnode.caller"
+REQUIRE_TOKEN_HEADER = "x-swarm-require-token"
+"""Set by a node that forwards what other machines sent it: open mode is for this machine only. A client that sets it
+itself only gives rights away."""
 _NEEDS = "swarmnode_needs"
 _OPEN_SCOPE = Scope.OPERATE
 """What everybody may do while no token is enforced. Tokens and nodes always need an administrator: whoever makes the
@@ -131,11 +134,12 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        caller = self._caller(presented_token(Headers(scope=scope)))
+        headers = Headers(scope=scope)
+        caller = self._caller(presented_token(headers), closed=REQUIRE_TOKEN_HEADER in headers)
         with self._watched(caller, exchange_of(scope)):
             await self._app({**scope, CALLER_KEY: caller}, receive, send)
 
-    def _caller(self, token: str | None) -> Caller:
+    def _caller(self, token: str | None, *, closed: bool) -> Caller:
         """Both lookups always run, so that the time tells nothing about which one failed."""
         presented = token is not None
         record = self._tokens.authenticate(token or "")
@@ -144,7 +148,7 @@ class AuthMiddleware:
             return Caller(Scope.ADMIN, presented)
         if record is not None:
             return Caller(record.scope, presented, record.id)
-        if self._tokens.enforced():
+        if closed or self._tokens.enforced():
             return Caller(None, presented)
         return Caller(_OPEN_SCOPE, presented=False)  # clients send any key where none is needed
 
