@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.compute.worker_spec import WorkerSpec
-from swarmnode.errors import LinkBroken, ProtocolError, StageLost, SwarmError, from_wire
+from swarmnode.errors import InternalError, LinkBroken, ProtocolError, StageLost, SwarmError, from_wire
 from swarmnode.ring.lanes import base_lane, outgoing_lanes, wire_lane
 from swarmnode.roles.file_client import fetch_files
 from swarmnode.roles.outbox import Outbox
@@ -67,6 +67,8 @@ class StageHost:
         self._nursery: trio.Nursery | None = None
         self._ready = False
         self._heard_s = trio.current_time()
+        self._requests: set[str] = set()
+        """Handed to the worker and not answered yet. Its gauges cannot tell: they come after a forward, not before."""
 
     # what the peer calls
 
@@ -77,6 +79,9 @@ class StageHost:
                 await self._serve(coordinator)
         except SwarmError as error:
             self._fail(error)
+        except Exception as error:  # a bug here ends this stage, not the node, which may hold others
+            _log.exception("stage %s of %s failed", self.spec.stage, self.spec.model)
+            self._fail(InternalError(f"the node failed around the stage: {error!r:.200}; its log has the details"))
         finally:
             self.phase = "ended"
             self._post(Frame("unloaded", self._where()))
@@ -87,6 +92,8 @@ class StageHost:
     def take(self, frame: Frame) -> None:
         """A frame of the coordinator for this stage's worker (open, cancel, probe_ring)."""
         if self._ready:
+            if frame.kind == "open":
+                self._note_opened(frame.header["request"])
             self._to_worker.post(frame)
         elif frame.kind == "open":
             refused = {"request": frame.header["request"], "code": StageLost.code, "message": "the stage is not ready"}
@@ -188,6 +195,8 @@ class StageHost:
             lane = wire_lane(frame.header["lane"], self.spec.stage)
             self._lanes[lane].post(frame)
         elif frame.kind in REPLY_KINDS:
+            if frame.kind in ("done", "error"):
+                self._requests.discard(frame.header.get("request", ""))
             self._post(frame)
         elif frame.kind == "stats":
             self.gauges = unpack_body(frame.body)
@@ -210,9 +219,17 @@ class StageHost:
     async def _watch_stall(self) -> None:
         while True:
             await trio.sleep(STALL_S / 4)
-            busy = self.gauges.get("running", 0) or self.gauges.get("queued", 0)
-            if busy and trio.current_time() - self._heard_s > STALL_S and self.worker is not None:
+            if self._busy and trio.current_time() - self._heard_s > STALL_S and self.worker is not None:
                 self.worker.kill()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._requests or self.gauges.get("running", 0) or self.gauges.get("queued", 0))
+
+    def _note_opened(self, request: str) -> None:
+        if not self._busy:
+            self._heard_s = trio.current_time()  # an idle worker's silence is not held against it
+        self._requests.add(request)
 
     # lanes
 

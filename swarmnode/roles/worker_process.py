@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from swarmnode.errors import LoadFailed
 from swarmnode.wire.deadlines import WORKER_EXIT_S, WORKER_TERM_S
 from swarmnode.wire.pipe import FramePipe
 
@@ -29,17 +30,10 @@ async def start_worker(environment: Mapping[str, str]) -> AsyncIterator[WorkerPr
     """Fork a worker; it is gone when the block is left, however that happens.
 
     Called on the trio thread, which must be the main thread: PDEATHSIG follows the thread that forked, and a pool
-    thread ends while its child still runs.
+    thread ends while its child still runs. Raises LoadFailed where this machine gives no process.
     """
-    process = subprocess.Popen(  # noqa: ASYNC220 -- see above; a fork takes a millisecond
-        [sys.executable, "-m", "swarmnode", "worker", "--parent", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **environment},
-        start_new_session=True,  # a Ctrl-C in the terminal reaches the node alone, which ends its workers in order
-    )
-    reaper = _Reaper(process)
+    reaper = _Reaper(_fork(environment))
+    process = reaper.process
     try:
         stdin, stdout, stderr = (_claim(stream) for stream in (process.stdin, process.stdout, process.stderr))
         pipe = FramePipe(stdout, stdin)
@@ -50,6 +44,20 @@ async def start_worker(environment: Mapping[str, str]) -> AsyncIterator[WorkerPr
             pipe.close()
     finally:
         await reaper.stop()
+
+
+def _fork(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "swarmnode", "worker", "--parent", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+            start_new_session=True,  # a Ctrl-C in the terminal reaches the node alone, which ends its workers in order
+        )
+    except OSError as error:
+        raise LoadFailed(f"a stage worker cannot be started: {error}") from error
 
 
 class WorkerProcess:

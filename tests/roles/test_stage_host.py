@@ -1,0 +1,127 @@
+"""One stage around a real worker process: whatever goes wrong there is reported, and ends nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.catalog.registry import Registry
+from swarmnode.catalog.store import ShardStore
+from swarmnode.compute.scripted_servable import write_scripted_servable
+from swarmnode.config import read_settings
+from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.roles import stage_host
+from swarmnode.roles.context import NodeContext, PeerResources
+from swarmnode.roles.load_spec import LoadSpec
+from swarmnode.roles.stage_host import StageHost
+from swarmnode.wire.address import Address
+from swarmnode.wire.bodies import pack_body
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import Identity
+from swarmnode.wire.memory import MemoryNetwork
+from swarmnode.wire.traffic import Traffic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+PATIENCE_S = 30.0
+SHORT_STALL_S = 0.5
+HANGS_MS = 10_000_000
+COORDINATOR = Address("127.0.0.1", 1)
+"""Nobody is there: every file the stage needs is in its store."""
+
+
+class HostedStage:
+    """The only stage of a scripted model, and what it reports."""
+
+    def __init__(self, folder: Path, script: dict[str, Any]) -> None:
+        model = write_scripted_servable(folder / "servable", "scripted", script, layers=4, stages=1)
+        manifest = Registry(model.parent).get("scripted")
+        store = ShardStore(folder / "store")
+        for entry in manifest.files:
+            shutil.copyfile(model / entry.path, folder / "store" / "blobs" / entry.sha256)
+        settings = read_settings(folder, environ={})
+        identity = Identity(NodeId("n"), BootId("b"), "attic", listen=("127.0.0.1:1",))
+        context = NodeContext(identity, settings, MemoryNetwork(), Traffic(), lambda *_: None)
+        self._send, self._receive = trio.open_memory_channel[Frame](1000)
+        resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
+        self.host = StageHost(context, load_spec(manifest.files), resources, store, self._send.send_nowait)
+
+    async def next_of(self, *kinds: str) -> Frame:
+        with trio.fail_after(PATIENCE_S):
+            while (frame := await self._receive.receive()).kind not in kinds:
+                pass
+        return frame
+
+
+def load_spec(files: tuple[Any, ...]) -> LoadSpec:
+    numbers = {"num_stages": 1, "first_layer": 0, "end_layer": 4, "num_layers": 4, "max_group": 0}
+    numbers |= {"context_tokens": 512, "kv_tokens": 4096, "typical_tokens": 64, "max_in_flight": 4, "max_waiting": 4}
+    body = {"model": "scripted", "files": [f.model_dump() for f in files], "scripted": True, "dtype": "float32"}
+    body |= {"eos_token_ids": [0], "nodes": ["n"], **numbers}
+    return LoadSpec.read({"ring": RingId("r"), "epoch": [1, 0], "stage": 0}, body)
+
+
+def chat() -> Frame:
+    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
+    body = {"messages": [{"role": "user", "content": "hello"}], "sampling": sampling, "max_tokens": None, "stop": []}
+    return Frame("open", {"request": "q", "ring": "r"}, pack_body(body))
+
+
+async def test_a_worker_that_hangs_in_its_first_forward_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_host, "STALL_S", SHORT_STALL_S)
+    stage = HostedStage(tmp_path, {"prefill_ms_per_token": HANGS_MS})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.host.run, COORDINATOR)
+        await stage.next_of("stage_ready")
+        stage.host.take(chat())
+        await stage.next_of("accepted")
+        failed = await stage.next_of("stage_failed")
+        assert failed.header["code"] == "stage_lost"
+        assert "SIGKILL" in failed.header["message"]
+        await stage.next_of("unloaded")
+
+
+async def test_a_worker_that_has_answered_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_host, "STALL_S", SHORT_STALL_S)
+    stage = HostedStage(tmp_path, {"default": list(b"hi")})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.host.run, COORDINATOR)
+        await stage.next_of("stage_ready")
+        stage.host.take(chat())
+        await stage.next_of("done")
+        with trio.move_on_after(3 * SHORT_STALL_S):
+            await stage.next_of("stage_failed")
+            raise AssertionError("an idle worker was taken for a stuck one")
+        stage.host.unload()
+        await stage.next_of("unloaded")
+
+
+async def test_a_worker_that_cannot_be_started_fails_its_stage_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing-here"))
+    stage = HostedStage(tmp_path, {})
+    await stage.host.run(COORDINATOR)
+    failed = await stage.next_of("stage_failed")
+    assert failed.header["code"] == "load_failed"
+    assert "cannot be started" in failed.header["message"]
+    await stage.next_of("unloaded")
+
+
+async def test_a_bug_around_a_stage_fails_that_stage_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(ShardStore, "place", broken)
+    stage = HostedStage(tmp_path, {})
+    await stage.host.run(COORDINATOR)
+    assert (await stage.next_of("stage_failed")).header["code"] == "internal_error"
+    await stage.next_of("unloaded")
