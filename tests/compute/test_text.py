@@ -7,11 +7,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from swarmnode.compute.byte_tokenizer import BYTE_IM_END_ID, BYTE_IM_START_ID, write_byte_tokenizer
-from swarmnode.compute.chat_shapes import chat_shapes
-from swarmnode.compute.text import TextPipeline
+from swarmnode.compute.chat_shapes import chat_shapes, turns_merged
+from swarmnode.compute.text import TextPipeline, holds_all
 from swarmnode.errors import InvalidModel, InvalidRequest, InvalidTemplate
 
 if TYPE_CHECKING:
@@ -216,3 +218,43 @@ def test_shapes_go_from_faithful_to_strict() -> None:
         ["user"],
     ]
     assert list(chat_shapes([user("a")], keep_developer=False)) == [[user("a")]]
+
+
+def merged_turn_by_turn(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`turns_merged` as one would write it first: quadratic in a run of turns."""
+    merged: list[dict[str, Any]] = []
+    for turn in chat:
+        if not merged or turn["role"] != merged[-1]["role"]:
+            merged.append(dict(turn))
+        elif turn["content"]:
+            before = merged[-1]["content"]
+            merged[-1]["content"] = f"{before}\n\n{turn['content']}" if before else turn["content"]
+    return merged
+
+
+turns = st.builds(
+    lambda role, content: {"role": role, "content": content},
+    st.sampled_from(["user", "assistant"]),
+    st.text(max_size=3),
+)
+
+
+@given(st.lists(turns, max_size=12))
+def test_turns_are_merged_as_one_by_one(chat: list[dict[str, Any]]) -> None:
+    assert turns_merged(chat) == merged_turn_by_turn(chat)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "held"),
+    [
+        ("<a>one</a><b>two</b>", ("one", "two"), True),
+        ("<b>two</b><a>one</a>", ("one", "two"), True),
+        ("one", ("one", "one"), True),
+        ("<a>one</a>", ("one", "two"), False),
+        ("", ("",), True),
+    ],
+)
+def test_parts_are_found_in_whatever_order_the_template_writes_them(
+    text: str, parts: tuple[str, ...], held: bool
+) -> None:
+    assert holds_all(text, parts) is held
