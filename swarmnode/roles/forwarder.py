@@ -28,7 +28,7 @@ from swarmnode.local_access import trust_exactly
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -176,9 +176,23 @@ async def _parts(source: trio.MemoryReceiveChannel[bytes]) -> AsyncGenerator[byt
 async def _answer(response: httpx.Response, send: Send) -> None:
     headers = list(_response_headers(response))
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-    async for part in response.aiter_raw():
-        await send({"type": "http.response.body", "body": part, "more_body": True})
+    parts = response.aiter_raw()
+    try:
+        async for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    except BaseException:
+        await _abandon(response, parts)
+        raise
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _abandon(response: httpx.Response, parts: AsyncIterator[bytes]) -> None:
+    """Close the connection, and let httpx's nested generators meet that: closing the outer one leaves the inner ones
+    to the garbage collector."""
+    with trio.CancelScope(shield=True), suppress(httpx.HTTPError, httpx.StreamError):
+        await response.aclose()
+        async for _ in parts:
+            pass
 
 
 def _response_headers(response: httpx.Response) -> Iterator[tuple[bytes, bytes]]:

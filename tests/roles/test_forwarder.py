@@ -126,6 +126,22 @@ async def test_a_client_that_leaves_cancels_at_the_coordinator(tmp_path: Path, p
         assert swarm.backend.cancelled == 1
 
 
+async def test_a_client_that_stops_reading_and_leaves(tmp_path: Path) -> None:
+    """Its reply waits in this node's write, not in this node's memory; leaving ends it there."""
+    async with world(tmp_path) as swarm:
+        swarm.backend.replay = Replay(texts=("x" * 4096,) * 20_000)
+        data = json.dumps(chat(stream=True)).encode()
+        raw = await trio.open_tcp_stream("127.0.0.1", int(swarm.url.rsplit(":", 1)[1]))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        await raw.send_all(head.encode() + data)
+        await swarm.until(1)
+        await trio.sleep(0.3)
+        assert swarm.backend.open == 1
+        await trio.aclose_forcefully(raw)
+        await swarm.until(0)
+        assert swarm.backend.cancelled == 1
+
+
 async def test_no_coordinator_is_503_with_retry_after(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         swarm.forwarder.disconnect()
