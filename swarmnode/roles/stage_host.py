@@ -205,6 +205,8 @@ class StageHost:
             self._report_progress(frame.header["phase"], frame.header["done"], frame.header["total"])
         elif frame.kind == "ready":
             self._become_ready(unpack_body(frame.body))
+        elif frame.kind == "broken":
+            self._ring_broke()
         elif frame.kind == "fatal":
             raise from_wire(frame.header["code"], frame.header["message"])
         else:
@@ -263,10 +265,15 @@ class StageHost:
         if self._scope.cancel_called:
             return
         _log.info("ring %s: lane %s broke: %s", self.spec.ring, lane, error)
-        header = {"ring": self.spec.ring, "epoch": list(self.spec.epoch), "stage": self.spec.stage}
-        self._post(Frame("broken", header))
+        broken = self._ring_broke()
         if self.spec.stage == 0 and self._ready:
-            self._to_worker.post(Frame("broken", header))
+            self._to_worker.post(broken)
+
+    def _ring_broke(self) -> Frame:
+        """Report to the coordinator that this stage saw the ring fail; returns what it was told."""
+        broken = Frame("broken", {"ring": self.spec.ring, "epoch": list(self.spec.epoch), "stage": self.spec.stage})
+        self._post(broken)
+        return broken
 
     # reports
 

@@ -104,6 +104,18 @@ async def test_a_worker_that_has_answered_may_be_silent(tmp_path: Path, monkeypa
         await stage.next_of("unloaded")
 
 
+async def test_a_head_that_gave_its_ring_up_has_the_coordinator_told(tmp_path: Path) -> None:
+    stage = HostedStage(tmp_path, {})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.host.run, COORDINATOR)
+        await stage.next_of("stage_ready")
+        stage.host.take(Frame("broken", {"ring": "r", "stage": 0}))
+        stage.host.take(chat())
+        said = {(await stage.next_of("broken", "error")).kind for _ in range(2)}
+        assert said == {"broken", "error"}
+        stage.host.unload()
+
+
 async def test_a_worker_that_cannot_be_started_fails_its_stage_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
