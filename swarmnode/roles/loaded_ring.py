@@ -27,6 +27,7 @@ from swarmnode.driver import Driver
 from swarmnode.errors import ModelUnloading, StreamClosed, SwarmError, from_wire
 from swarmnode.roles.requests import RequestStream
 from swarmnode.wire.bodies import pack_body
+from swarmnode.wire.deadlines import DRAIN_S
 from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
     from swarmnode.ids import NodeId, RequestId, RingId
     from swarmnode.roles.planning import PlannedRing
-
-DRAIN_S = 60.0
-"""Running replies may finish for this long after an unload was asked for."""
 
 
 class LoadedRing:

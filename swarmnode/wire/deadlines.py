@@ -1,4 +1,5 @@
-"""Every deadline of the wire and of what runs over it, in seconds, in one place."""
+"""Deadlines of the wire and of the services over it, in seconds. A ring's own are where its rules are:
+`cluster/ring_life.py` (load, link, probe, unload) and `ring/progress.py` (steps)."""
 
 from __future__ import annotations
 
@@ -9,13 +10,6 @@ HELLO_S = 5.0
 """From the connection (or the channel) to WELCOME; that the listener refused a certificate, too, only shows here."""
 JOIN_S = 10.0
 """A connection without a certificate, from its first byte to its last: it is there for one exchange."""
-RING_PROBE_S = 10.0
-"""A throwaway message all the way round a new ring."""
-STEP_PROGRESS_S = 15.0
-"""No token frame for this long, or four times the step's p99, whichever is longer: the ring is stalled."""
-STEP_PROGRESS_P99_FACTOR = 4.0
-LOAD_PROGRESS_S = 60.0
-"""A load may take minutes; this long without any progress it has failed."""
 DRAIN_S = 60.0
 """Requests that still run when a model is unloaded."""
 WORKER_EXIT_S = 3.0
@@ -28,8 +22,3 @@ CHANNEL_CLOSE_S = 2.0
 """Queued frames of a channel that is closed in good order, while its connection still has to take them."""
 TCP_USER_TIMEOUT_S = 30.0
 """Bytes the other machine does not acknowledge: the kernel then breaks the connection."""
-
-
-def step_progress_s(p99_s: float) -> float:
-    """How long a step may take before the ring counts as stalled."""
-    return max(STEP_PROGRESS_S, STEP_PROGRESS_P99_FACTOR * p99_s)
