@@ -1,4 +1,4 @@
-"""The API port of a coordinator: its listeners, TLS, tokens, local secret and the names it answers to."""
+"""The API port of a node, the coordinator's own or one that forwards: listeners, TLS, tokens and allowed names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import httpx
+
 from swarmnode.api.app import create_app
 from swarmnode.api.auth import Credentials
 from swarmnode.api.hosts import host_rules
 from swarmnode.api.server import open_api_listeners, serve_api
-from swarmnode.errors import Conflict, InvalidRequest
+from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
 from swarmnode.local_access import make_local_access, write_local_access
+from swarmnode.roles.forwarder import Forwarder
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire.address import Address
+from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 
     from swarmnode.api.backend import Backend
     from swarmnode.config import Settings
+
+WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +101,9 @@ async def start_api_port(
     emit: Callable[[str, Mapping[str, object]], None],
     nursery: trio.Nursery,
 ) -> str:
-    """Serve the API in `nursery`; returns its URL."""
+    """Serve the coordinator's API in `nursery`; returns its URL."""
     tokens, tls = open_tokens(options, settings), tls_context(options)
-    try:
-        listeners = await open_api_listeners(options.listen.host, options.listen.port)
-    except OSError as error:
-        raise Conflict(f"cannot open the API on {options.listen}: {error}; choose another --api-listen") from error
-    host, port = listeners[0].socket.getsockname()[:2]
-    url = f"{'http' if tls is None else 'https'}://{Address(host, port)}"
+    listeners, url = await _open(options)
     access = make_local_access(url, options.certificate)
     write_local_access(settings.data_dir, access)
     rules = host_rules(options.listen.host, options.hosts, options.origins)
@@ -110,6 +112,50 @@ async def start_api_port(
     for text in _warnings(options, enforced=tokens.enforced()):
         emit("warning", {"text": text})
     return url
+
+
+async def start_forwarder_port(
+    options: ApiOptions, emit: Callable[[str, Mapping[str, object]], None], nursery: trio.Nursery
+) -> tuple[Forwarder, str]:
+    """Serve the API of a node that forwards in `nursery`; returns what learns of coordinators, and the URL."""
+    closed = not options.loopback and not options.insecure_open
+    forwarder, tls = Forwarder(closed=closed), tls_context(options)
+    listeners, url = await _open(options)
+    await nursery.start(forwarder.run)
+    rules = host_rules(options.listen.host, options.hosts, options.origins)
+    await nursery.start(serve_api, forwarder.app(rules), listeners, tls)
+    for text in _warnings(options, enforced=closed):
+        emit("warning", {"text": text})
+    return forwarder, url
+
+
+async def _open(options: ApiOptions) -> tuple[list[trio.SocketListener], str]:
+    try:
+        listeners = await open_api_listeners(options.listen.host, options.listen.port)
+    except OSError as error:
+        raise Conflict(f"cannot open the API on {options.listen}: {error}; choose another --api-listen") from error
+    host, port = listeners[0].socket.getsockname()[:2]
+    return listeners, f"{'http' if options.certificate is None else 'https'}://{Address(host, port)}"
+
+
+def api_notice(options: ApiOptions, url: str) -> Frame:
+    """What the coordinator tells its peers, so that they can forward to its API."""
+    certificate = None if options.certificate is None else options.certificate.read_text("ascii")
+    return Frame("api", {"url": url}, pack_body({"certificate": certificate}))
+
+
+def follow_notice(forwarder: Forwarder, notice: Frame, dialed: Address) -> None:
+    """Forward to where `notice` says; raises ProtocolError. `dialed` stands for the address of a wildcard."""
+    try:
+        url = httpx.URL(notice.header["url"])
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"{url} is no address of an API")
+        if url.host in WILDCARDS:
+            url = url.copy_with(host=dialed.host)
+        certificate = unpack_body(notice.body).get("certificate")
+        forwarder.connect(str(url), None if certificate is None else str(certificate))
+    except (httpx.InvalidURL, ValueError, OSError) as error:  # ssl.SSLError is an OSError
+        raise ProtocolError(f"the coordinator announced an API that cannot be used: {error}") from error
 
 
 def _warnings(options: ApiOptions, *, enforced: bool) -> list[str]:
