@@ -1,0 +1,1 @@
+"""The studies: each module answers one question about a ring with a report."""
