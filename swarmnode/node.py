@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,24 +23,33 @@ from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.context import NodeContext, PeerResources
 from swarmnode.roles.coordinator import Coordinator
+from swarmnode.roles.enrolment import Enrolment, certify_self, keep_certified
+from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
+from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.roles.peer import Peer
-from swarmnode.wire.address import Address, require_loopback
+from swarmnode.roles.swarm_state import SwarmState
+from swarmnode.wire.address import Address
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.tls import SwarmTls
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.api_port import ApiOptions
     from swarmnode.wire.link import Channel, Hello
 
 COORDINATOR = "coordinator"
 PEER = "peer"
 EXIT_FORCED = 1
+STATE_FILE = "swarm.json"
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of a machine's, and the one of them that reaches it from within."""
 STDIN_READ_BYTES = 4096
 
 _log = logging.getLogger(__name__)
@@ -48,12 +57,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What `swarmnode up` was asked for, parsed. `join` is set for a peer without the coordinator role."""
+    """What `swarmnode up` was asked for, parsed. `join` is for a peer that is no member of a swarm yet."""
 
     roles: tuple[str, ...]
-    swarm_listen: Address
+    swarm_listen: Address | None
+    """None: the address of this machine that reaches the coordinator, and any port."""
     api: ApiOptions | None
-    join: Address | None
+    join: JoinToken | None
     data_dir: Path | None
     name: str | None
     resources: PeerResources
@@ -63,15 +73,15 @@ class NodeOptions:
     """End when stdin does: a program that starts nodes holds it open, and none of them outlives that program."""
 
     def __post_init__(self) -> None:
-        if PEER in self.roles and COORDINATOR not in self.roles and self.join is None:
-            raise InvalidRequest("a peer needs --join HOST:PORT, the swarm address its coordinator printed")
         if COORDINATOR in self.roles and self.join is not None:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
         if COORDINATOR not in self.roles and self.api is not None:
             raise InvalidRequest("--api-listen needs the coordinator role; ask the coordinator's API")
-        for address in (self.swarm_listen, self.join, self.advertise):
-            if address is not None:
-                require_loopback(address)
+        if self.swarm_listen is not None and self.swarm_listen.host in WILDCARDS and self.advertise is None:
+            raise InvalidRequest(
+                f"--swarm-listen {self.swarm_listen} is every address of this machine; say with --advertise HOST:PORT "
+                "which one the other nodes should dial"
+            )
 
 
 async def run_node(options: NodeOptions, emit: Callable[[str, Mapping[str, object]], None]) -> None:
@@ -102,13 +112,16 @@ class _Node:
         self._peer: Peer | None = None
 
     async def run(self) -> None:
-        identity = _identity(self._options, self._settings)
+        kept = NodeIdentity.open(self._settings.data_dir)
+        identity = _identity(self._options, kept.node)
+        authority = await self._become_member(kept, identity)
+        coordinators = kept.coordinators()
+        tls = SwarmTls(kept.files, enrolment=authority is not None)
+        transport = DirectTransport(tls)
         traffic = Traffic()
-        transport = DirectTransport(None)
+        wanted = self._options.swarm_listen or await trio.to_thread.run_sync(address_towards, coordinators[0])
         async with open_flat_nursery() as nursery:
-            address: Address = await nursery.start(
-                _listen, transport, self._options.swarm_listen, self._serve_channel, identity, traffic
-            )
+            address: Address = await nursery.start(_listen, transport, wanted, self._serve_channel, identity, traffic)
             context = NodeContext(
                 identity=replace(identity, listen=(str(self._options.advertise or address),)),
                 settings=self._settings,
@@ -117,27 +130,53 @@ class _Node:
                 emit=self._emit,
             )
             ready: dict[str, object] = {"node": identity.node, "name": identity.name, "swarm": str(address)}
-            if COORDINATOR in self._options.roles:
-                ready["api"] = await self._start_coordinator(context, nursery)
+            if authority is not None:
+                state = SwarmState(self._settings.data_dir / STATE_FILE)
+                enrolment = Enrolment(authority, state, tls, context.identity.listen)
+                nursery.start_soon(keep_certified, authority, kept, self._options.roles, tls)
+                ready["api"] = await self._start_coordinator(context, enrolment, nursery)
+                coordinators = (_reachable_here(address),)
             if PEER in self._options.roles:
-                self._start_peer(context, self._options.join or address, nursery)
+                self._start_peer(context, coordinators, PeerMembership(kept, tls, renews=authority is None), nursery)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
 
-    async def _start_coordinator(self, context: NodeContext, nursery: trio.Nursery) -> str | None:
+    async def _become_member(self, kept: NodeIdentity, identity: Identity) -> SwarmAuthority | None:
+        """See to it that there is a certificate: from the node's own CA, from a token, or from an earlier start."""
+        if COORDINATOR in self._options.roles:
+            authority = SwarmAuthority.open(kept, time.time())
+            certify_self(authority, kept, self._options.roles, time.time())
+            return authority
+        token = self._options.join
+        if token is not None:
+            kept.check_swarm(token.ca_hash)
+        if kept.certified(time.time()):
+            return None
+        if token is None:
+            raise InvalidRequest(
+                f"{self._settings.data_dir} holds no certificate of a swarm that is still valid; run `swarmnode "
+                "join-token` on the coordinator, and start this peer with --join TOKEN"
+            )
+        await join_swarm(token, kept, identity)
+        self._emit("enrolled", {"node": kept.node, "coordinators": [str(address) for address in kept.coordinators()]})
+        return None
+
+    async def _start_coordinator(self, context: NodeContext, enrolment: Enrolment, nursery: trio.Nursery) -> str | None:
         from swarmnode.roles.api_port import start_api_port
         from swarmnode.roles.gateway import Gateway
 
-        coordinator = Coordinator(context, Registry(self._settings.models_root))
+        coordinator = Coordinator(context, Registry(self._settings.models_root), enrolment)
         self._coordinator = coordinator
         await nursery.start(coordinator.run)
         if self._options.api is None:
             return None
         return await start_api_port(self._options.api, Gateway(coordinator), self._settings, self._emit, nursery)
 
-    def _start_peer(self, context: NodeContext, coordinator: Address, nursery: trio.Nursery) -> None:
+    def _start_peer(
+        self, context: NodeContext, coordinators: Sequence[Address], member: PeerMembership, nursery: trio.Nursery
+    ) -> None:
         store = ShardStore(self._settings.model_cache)
-        self._peer = Peer(context, coordinator, self._options.resources, store)
+        self._peer = Peer(context, coordinators, self._options.resources, store, member)
         nursery.start_soon(self._peer.run)
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
@@ -196,8 +235,7 @@ def _end_in_time(scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-def _identity(options: NodeOptions, settings: Settings) -> Identity:
-    node = _node_id(settings)
+def _identity(options: NodeOptions, node: NodeId) -> Identity:
     return Identity(
         node=node,
         boot=BootId(uuid.uuid4().hex),
@@ -207,19 +245,9 @@ def _identity(options: NodeOptions, settings: Settings) -> Identity:
     )
 
 
-def _node_id(settings: Settings) -> NodeId:
-    """The id in the data directory; made on the first start."""
-    path = settings.data_dir / "node.json"
-    try:
-        return NodeId(str(json.loads(path.read_text())["node"]))
-    except FileNotFoundError:
-        node = NodeId(uuid.uuid4().hex)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"node": node}))
-        temporary.replace(path)
-        return node
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} is damaged ({error}); restore it, or remove it to become a new node") from error
+def _reachable_here(bound: Address) -> Address:
+    """What this process itself dials to reach its own swarm port."""
+    return Address(WILDCARDS.get(bound.host, bound.host), bound.port)
 
 
 def _lock(settings: Settings) -> int:

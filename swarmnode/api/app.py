@@ -26,6 +26,7 @@ from swarmnode.api.middleware import (
     RequestIdMiddleware,
 )
 from swarmnode.api.models import admin_router, openai_models_router
+from swarmnode.api.swarm import swarm_router
 from swarmnode.api.tokens import tokens_router
 from swarmnode.cluster.token_book import Scope
 
@@ -70,6 +71,7 @@ def create_app(
     app.include_router(chat_router(backend, limits))
     app.include_router(openai_models_router(backend))
     app.include_router(admin_router(backend))
+    app.include_router(swarm_router(backend))
     if credentials is not None:
         app.include_router(tokens_router(credentials.tokens))
     _add_plain_routes(app)

@@ -119,5 +119,11 @@ class Backend(Protocol):
     def nodes(self) -> Mapping[str, Any]:
         """Nodes, rings and sessions for `ps`."""
 
+    async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
+        """`token` (shown this once) and `expires`, in Unix seconds."""
+
+    async def remove_node(self, name: str) -> Mapping[str, Any]:
+        """Revoke a node by name or id; raises PeerNotFound that lists the names."""
+
     def archive(self, model: str) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
         """The whole servable as one uncompressed tar, streamed (M6)."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.api.backend import Accepted, Done, LoadOptions, ModelCard, Started, TextDelta
-from swarmnode.errors import Conflict, ModelNotFound, ModelNotLoaded
+from swarmnode.errors import Conflict, ModelNotFound, ModelNotLoaded, PeerNotFound
 from swarmnode.ids import parse_model_id
 from swarmnode.ring.work import Sampling
 
@@ -147,6 +147,14 @@ class ReplayBackend:
 
     def nodes(self) -> Mapping[str, Any]:
         return {"nodes": [], "rings": [], "sessions": self.open}
+
+    async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return {"token": "swn1.replay", "expires": ttl_s, "uses": uses}
+
+    async def remove_node(self, name: str) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        raise PeerNotFound(f"no node is called {name!r}; a replay has none")
 
     @asynccontextmanager
     async def archive(self, model: str) -> AsyncIterator[AsyncIterator[bytes]]:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from swarmnode.cli import admin, ask, demo, importing, tokens, up
+from swarmnode.cli import admin, ask, demo, importing, nodes, tokens, up
 from swarmnode.errors import SwarmError
 
 EXIT_ERROR = 1
@@ -21,8 +21,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for register in (up.register, demo.register, importing.register, admin.register, ask.register, tokens.register):
-    register(app)
+for command in (up, demo, importing, admin, ask, nodes, tokens):
+    command.register(app)
 
 
 def main() -> None:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Self
 
+from swarmnode.cli.client import ApiClient
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
@@ -132,13 +134,22 @@ class LocalSwarm:
         self.api, self.swarm = ready["api"], ready["swarm"]
 
     def start_peers(self, *names: str, threads: int = 1, memory: str = "4G", extra: tuple[str, ...] = ()) -> None:
-        """Start peers side by side and wait until all have joined."""
+        """Start peers side by side and wait until all have joined, the new ones by a token."""
+        token = self.join_token(uses=len(names))
         for name in names:
-            arguments = ["--role", "peer", "--name", name, "--data-dir", str(self.folder / name), "--join", self.swarm]
+            arguments = ["--role", "peer", "--name", name, "--data-dir", str(self.folder / name), "--join", token]
             arguments += ["--device", "cpu", "--threads", str(threads), "--memory", memory, *extra]
             self.peers[name] = NodeProcess(arguments, self.environment)
         for name in names:
             self.peers[name].wait_for("joined")
+
+    def client(self) -> ApiClient:
+        """An administrator's calls, with the coordinator's own secret."""
+        return ApiClient(self.api, data_dir=self.folder / "coordinator")
+
+    def join_token(self, *, uses: int = 1, ttl_s: float = 3600.0) -> str:
+        with closing(self.client()) as client:
+            return str(client.post("/api/v1/join-tokens", {"ttl_s": ttl_s, "uses": uses})["token"])
 
     def stop(self) -> None:
         """End every node, peers first."""

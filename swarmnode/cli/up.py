@@ -17,9 +17,10 @@ from swarmnode.ids import parse_node_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from swarmnode.wire.address import Address
+
 ROLES = ("coordinator", "peer")
 COORDINATOR_SWARM = "127.0.0.1:7700"
-PEER_SWARM = "127.0.0.1:0"
 API_LISTEN = "127.0.0.1:7701"
 MEMORY_SHARE = 0.8
 """Of the memory available at start, what a peer offers unless --memory says otherwise."""
@@ -30,7 +31,9 @@ Examples:
 
     swarmnode up --role coordinator
 
-    swarmnode up --role peer --join 127.0.0.1:7700
+    swarmnode up --role coordinator --swarm-listen 0.0.0.0:7700 --advertise 192.168.1.7:7700
+
+    swarmnode up --role peer --join swn1.…        (the line that `swarmnode join-token` prints; once per machine)
 
     swarmnode up --role coordinator --role peer --memory 6G
 """
@@ -44,11 +47,11 @@ def register(app: typer.Typer) -> None:
 def up(
     role: Annotated[list[str], typer.Option("--role", help="coordinator or peer; give it twice to be both.")],
     join: Annotated[
-        str | None, typer.Option("--join", help="A peer's coordinator: HOST:PORT of its swarm port.")
+        str | None, typer.Option("--join", help="What `swarmnode join-token` printed; needed on the first start only.")
     ] = None,
     swarm_listen: Annotated[
         str | None,
-        typer.Option("--swarm-listen", help=f"HOST:PORT other nodes dial. [{COORDINATOR_SWARM}; peers: any port]"),
+        typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{COORDINATOR_SWARM}; peers: any port]"),
     ] = None,
     advertise: Annotated[
         str | None, typer.Option("--advertise", help="HOST:PORT others should dial instead, as seen from outside.")
@@ -82,6 +85,7 @@ def up(
 ) -> None:
     import trio
 
+    from swarmnode.cluster.join_token import parse_join_token
     from swarmnode.node import NodeOptions, run_node
     from swarmnode.roles.api_port import ApiOptions
     from swarmnode.roles.context import PeerResources
@@ -102,9 +106,9 @@ def up(
     )
     options = NodeOptions(
         roles=tuple(r for r in ROLES if r in role),
-        swarm_listen=parse_address(swarm_listen or (COORDINATOR_SWARM if coordinator else PEER_SWARM)),
+        swarm_listen=_swarm_address(swarm_listen, coordinator=coordinator),
         api=api or None,
-        join=parse_address(join) if join else None,
+        join=parse_join_token(join) if join else None,
         advertise=parse_address(advertise) if advertise else None,
         data_dir=data_dir,
         name=_checked_name(name),
@@ -142,6 +146,13 @@ def available_memory_bytes() -> int:
     return int(max(available, 0) * MEMORY_SHARE)
 
 
+def _swarm_address(given: str | None, *, coordinator: bool) -> Address | None:
+    from swarmnode.wire.address import parse_address
+
+    wanted = given or (COORDINATOR_SWARM if coordinator else None)
+    return parse_address(wanted) if wanted is not None else None
+
+
 def _checked_name(name: str | None) -> str | None:
     try:
         return parse_node_name(name) if name is not None else None
@@ -172,10 +183,14 @@ def _sentence(event: str, values: Mapping[str, object]) -> str:
             lines = [f"{values['name']} is up; swarm port {values['swarm']}"]
             if values.get("api"):
                 lines.append(f"OpenAI endpoint {values['api']}/v1")
-                lines.append(f"add a peer on this machine: swarmnode up --role peer --join {values['swarm']}")
+                lines.append(
+                    "add a peer: `swarmnode join-token` here, then `swarmnode up --role peer --join TOKEN` there"
+                )
             return "\n".join(lines)
         case "warning":
             return f"warning: {values['text']}"
+        case "enrolled":
+            return "this machine is a member of the swarm now; later starts need no token"
         case "joined":
             return f"joined the coordinator at {values['coordinator']}"
         case "coordinator_lost":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -19,11 +20,12 @@ from swarmnode.cluster.ring_life import (
     StageUnloaded,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import LinkBroken, ProtocolError
+from swarmnode.errors import Conflict, LinkBroken, ProtocolError
 from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
+from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
@@ -31,9 +33,11 @@ from swarmnode.wire.nursery import open_flat_nursery
 if TYPE_CHECKING:
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.registry import Registry
+    from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.enrolment import Enrolment
     from swarmnode.wire.frames import Frame
-    from swarmnode.wire.link import Channel, Hello
+    from swarmnode.wire.link import Channel, Hello, Identity
 
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
 
@@ -43,13 +47,16 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """`run` it, hand it the channels of its swarm port, and give its `Gateway` to the API."""
 
-    def __init__(self, context: NodeContext, registry: Registry) -> None:
+    def __init__(self, context: NodeContext, registry: Registry, enrolment: Enrolment) -> None:
         self.context = context
         self.registry = registry
+        self.enrolment = enrolment
         self.members: dict[NodeId, Member] = {}
         self.rings: dict[RingId, LoadedRing] = {}
         self.ended: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over, so that status can say what became of it."""
+        self._controls: set[Outbox] = set()
+        self._api_notice: Frame | None = None
         self._epoch = 0
         self._membership = Membership()
         self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
@@ -116,6 +123,8 @@ class Coordinator:
                 await self._serve_requests(hello, channel)
             case "files":
                 await serve_files(self.registry, channel)
+            case "join":
+                await self.enrolment.serve(hello, channel)
             case _:
                 raise ProtocolError(f"a coordinator serves no {kind} channels")
 
@@ -125,17 +134,48 @@ class Coordinator:
     def silence_s(self, node: NodeId) -> float | None:
         return self._membership.silence_s(node, trio.current_time())
 
+    async def remove(self, name: str) -> NodeRecord:
+        """Take a node out for good: links with it end here at once, at its neighbours when they hear of it."""
+        record = await self.enrolment.remove(name)
+        for outbox in self._controls:
+            with suppress(LinkBroken):  # a control channel that stopped reading is about to break
+                outbox.post(self.enrolment.revoked())
+        return record
+
+    def announce_api(self, notice: Frame) -> None:
+        """Tell all peers, now and when they connect, where the API is."""
+        self._api_notice = notice
+        for outbox in self._controls:
+            outbox.post(notice)
+
     async def _serve_control(self, hello: Hello, channel: Channel) -> None:
-        async for frame in channel:
-            if frame.kind == "beat":
-                self._driver.feed(Heard(hello.identity.node, hello.identity.boot))
-                member = self.members.get(hello.identity.node)
-                if member is not None and member.boot == hello.identity.boot:
-                    member.beat = unpack_body(frame.body)
+        outbox = Outbox()
+        outbox.post(self.enrolment.revoked())
+        if self._api_notice is not None:
+            outbox.post(self._api_notice)
+        self._controls.add(outbox)
+        try:
+            async with open_flat_nursery() as nursery:
+                nursery.start_soon(outbox.run, channel)
+                async for frame in channel:
+                    if frame.kind == "beat":
+                        self._take_beat(hello.identity, frame)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._controls.discard(outbox)
+
+    def _take_beat(self, identity: Identity, frame: Frame) -> None:
+        self._refuse_copy(identity)
+        self._driver.feed(Heard(identity.node, identity.boot))
+        member = self.members.get(identity.node)
+        if member is not None and member.boot == identity.boot:
+            member.beat = unpack_body(frame.body)
 
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
         identity = hello.identity
+        self._refuse_copy(identity)
         self._refuse_twin(hello)
+        await self.enrolment.note_name(identity.node, identity.name)
         if (old := self.members.get(identity.node)) is not None:
             old.scope.cancel()
             self._drop(old)
@@ -148,10 +188,24 @@ class Coordinator:
                 nursery.start_soon(member.outbox.run, channel)
                 async for frame in channel:
                     self._driver.feed(Heard(identity.node, identity.boot))
-                    self._take(identity.node, frame)
+                    if frame.kind == "renew":
+                        body = unpack_body(frame.body)
+                        member.outbox.post(await self.enrolment.renew(identity.node, identity.name, body))
+                    else:
+                        self._take(identity.node, frame)
                 nursery.cancel_scope.cancel()
         finally:
             self._drop(member)
+
+    def _refuse_copy(self, identity: Identity) -> None:
+        """One identity on two machines: the one that is there stays. A node that fell silent may come back at once."""
+        there = self.members.get(identity.node)
+        if there is None or there.boot == identity.boot or self.state(identity.node) is not NodeState.ALIVE:
+            return
+        raise Conflict(
+            f"node {identity.node[:8]} is connected already, as {there.identity.name} from another process; was its "
+            "data directory copied? Each machine needs its own: start this one with an empty --data-dir and a token"
+        )
 
     def _refuse_twin(self, hello: Hello) -> None:
         """Two live nodes of one name cannot be told apart by people."""

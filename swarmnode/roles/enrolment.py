@@ -1,4 +1,4 @@
-"""How certificates come to nodes: join by token, renewal before the end, removal. Both sides of it."""
+"""The coordinator's side of certificates: join tokens, who may join, renewal, removal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ import trio
 
 from swarmnode.cluster.join_book import AttemptBudget
 from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, format_join_token
-from swarmnode.errors import JoinRefused, LinkBroken, ProtocolError, SwarmError
+from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
 from swarmnode.ids import NodeId, parse_node_name
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import Address, parse_address
 from swarmnode.wire.bodies import pack_body, unpack_body
-from swarmnode.wire.deadlines import JOIN_S
-from swarmnode.wire.direct import connect, dial_over
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.link import JOIN_KIND
-from swarmnode.wire.tls import secure_unverified
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
     from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
     from swarmnode.roles.swarm_state import SwarmState
-    from swarmnode.wire.link import Channel, Hello, Identity
+    from swarmnode.wire.link import Channel, Hello
     from swarmnode.wire.tls import SwarmTls
 
 PEER_ROLES = ("peer",)
@@ -82,9 +77,9 @@ class Enrolment:
         """One `join` channel: the CA for everybody, a certificate for who knows a secret."""
         self._budget.check(channel.source, self._clock())
         await channel.send(Frame("ca", {}, pack_body({"ca": certs.to_der(self._authority.certificate)})))
-        asked = await _next(channel, "join")
+        asked = await next_body(channel, "join")
         try:
-            token_id, secret, request = (_bytes(asked, name) for name in ("id", "secret", "request"))
+            token_id, secret, request = (bytes_of(asked, name) for name in ("id", "secret", "request"))
             certificate = await self._admit(token_id, secret, request, _checked_name(hello.identity.name))
         except SwarmError as error:
             self._budget.failed(channel.source, self._clock())
@@ -94,7 +89,7 @@ class Enrolment:
 
     async def renew(self, node: NodeId, name: str, body: dict[str, Any]) -> Frame:
         """The next certificate of a node that has one; its key stays, and so do its roles."""
-        request = _bytes(body, "request")
+        request = bytes_of(body, "request")
         if certs.node_id(certs.read_request(request)) != node:
             raise ProtocolError(f"node {node:.8} asked for the certificate of another")
         return self._issued(await self._state.change(lambda _, nodes: self._certify(nodes, request, name)))
@@ -107,7 +102,8 @@ class Enrolment:
         return record
 
     async def note_name(self, node: NodeId, name: str) -> None:
-        """A node goes by another name since it joined."""
+        """A node may go by another name than it joined under. Raises Conflict where that is another's."""
+        self._state.nodes.check(node, name)
         known = next((record for record in self.nodes if record.node == node), None)
         if known is not None and known.name != name:
             await self._state.change(lambda _, nodes: nodes.renamed(node, name))
@@ -134,92 +130,32 @@ class Enrolment:
         return Frame("issued", {}, pack_body(body))
 
 
-async def join_swarm(
-    token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float] = time.time
+async def keep_certified(
+    authority: SwarmAuthority,
+    identity: NodeIdentity,
+    roles: Sequence[str],
+    tls: SwarmTls,
+    clock: Callable[[], float] = time.time,
 ) -> None:
-    """Become a member of the token's swarm: its addresses are tried in order.
-
-    Raises JoinRefused, Conflict (the node belongs to another swarm) or LinkBroken with what each address said.
-    """
-    identity.check_swarm(token.ca_hash)
-    reasons = []
-    for text in token.addresses:
-        try:
-            with trio.fail_after(JOIN_S):
-                await _join_at(parse_address(text), token, identity, about, clock)
-            return
-        except trio.TooSlowError:
-            reasons.append(f"{text}: no answer within {JOIN_S:g} s")
-        except (LinkBroken, ProtocolError) as error:
-            reasons.append(f"{text}: {error.message}")
-    raise LinkBroken("cannot join the swarm; " + "; ".join(reasons))
+    """A coordinator's own certificate, from its own CA: looked at every hour."""
+    while True:
+        await trio.sleep(RENEWAL_CHECK_S)
+        if certify_self(authority, identity, roles, clock()):
+            tls.use(identity.files)
 
 
-async def _join_at(
-    address: Address, token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float]
-) -> None:
-    stream, listener = await secure_unverified(await connect(address))
-    async with dial_over(stream, JOIN_KIND, about) as channel:
-        ca = certs.load_certificate(_bytes(await _next(channel, "ca"), "ca"))
-        _check_listener(ca, listener, token, clock())
-        body = {"id": token.id, "secret": token.secret, "request": certs.new_request(identity.key)}
-        await channel.send(Frame("join", {}, pack_body(body)))
-        certificate, coordinators = _read_issued(await _next(channel, "issued"), ca, clock())
-    identity.join(ca, certificate, coordinators or (address,))
+def certify_self(authority: SwarmAuthority, identity: NodeIdentity, roles: Sequence[str], now: float) -> bool:
+    """Make the coordinator's certificate where there is none for these roles, or it is due; returns whether it did."""
+    member = identity.membership()
+    if member is not None:
+        about = member.about
+        if about.roles == tuple(roles) and about.starts_s <= now < certs.renewal_s(about):
+            return False
+    identity.renew(authority.issue(certs.new_request(identity.key), roles, now))
+    return True
 
 
-def _check_listener(ca: x509.Certificate, listener: bytes, token: JoinToken, now: float) -> None:
-    """Before the secret is sent: the CA is the token's, and whoever holds this connection is its coordinator."""
-    if certs.fingerprint(ca) != token.ca_hash:
-        raise JoinRefused("the machine that answered belongs to another swarm than the token; was the token's copied?")
-    answered = certs.check_issued(certs.load_certificate(listener), ca, now)
-    if "coordinator" not in answered.roles:
-        raise JoinRefused("the machine that answered is not a coordinator of the token's swarm")
-
-
-class Renewal:
-    """A peer's side of keeping its certificate fresh. `ask` sends a frame to the coordinator."""
-
-    def __init__(self, identity: NodeIdentity, tls: SwarmTls, clock: Callable[[], float] = time.time) -> None:
-        self._identity = identity
-        self._tls = tls
-        self._clock = clock
-
-    async def run(self, ask: Callable[[Frame], None]) -> None:
-        """Ask whenever two thirds of the certificate's life have passed, and again every hour until it came."""
-        while True:
-            member = self._identity.membership()
-            if member is not None:
-                wait_s = certs.renewal_s(member.about) - self._clock()
-                if wait_s <= 0:
-                    ask(Frame("renew", {}, pack_body({"request": certs.new_request(self._identity.key)})))
-                    wait_s = RENEWAL_CHECK_S
-            await trio.sleep(min(wait_s if member is not None else RENEWAL_CHECK_S, RENEWAL_CHECK_S))
-
-    def take(self, frame: Frame) -> None:
-        """The certificate that was asked for: kept, and used from the next connection on. Raises ProtocolError."""
-        member = self._identity.membership()
-        if member is None:
-            raise ProtocolError("a certificate came to a node that never joined")
-        certificate, coordinators = _read_issued(unpack_body(frame.body), member.ca, self._clock())
-        self._identity.renew(certificate)
-        if coordinators:
-            self._identity.remember(coordinators)
-        self._tls.use(self._identity.files)
-
-
-def _read_issued(
-    body: dict[str, Any], ca: x509.Certificate, now: float
-) -> tuple[x509.Certificate, tuple[Address, ...]]:
-    certificate = certs.load_certificate(_bytes(body, "certificate"))
-    certs.check_issued(certificate, ca, now)
-    coordinators = body.get("coordinators", [])
-    if not isinstance(coordinators, list):
-        raise ProtocolError("the coordinators of an issued certificate are not a list")
-    return certificate, tuple(parse_address(str(address)) for address in coordinators)
-
-
-async def _next(channel: Channel, kind: str) -> dict[str, Any]:
+async def next_body(channel: Channel, kind: str) -> dict[str, Any]:
     """The body of the next frame, which must be of `kind`."""
     try:
         frame = await channel.receive()
@@ -230,7 +166,7 @@ async def _next(channel: Channel, kind: str) -> dict[str, Any]:
     return unpack_body(frame.body)
 
 
-def _bytes(body: dict[str, Any], name: str) -> bytes:
+def bytes_of(body: dict[str, Any], name: str) -> bytes:
     value = body.get(name)
     if not isinstance(value, bytes) or len(value) > certs.MAX_CERTIFICATE_BYTES:
         raise ProtocolError(f"{name} is not bytes, at most {certs.MAX_CERTIFICATE_BYTES}")

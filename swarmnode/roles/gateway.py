@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 
     from swarmnode.catalog.manifest import Manifest
+    from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
     from swarmnode.roles.requests import RequestStream
@@ -128,7 +129,35 @@ class Gateway:
             for member in coordinator.members.values()
         ]
         rings = [{"id": ring.model, "state": ring.state, **_ring_status(ring)} for ring in coordinator.rings.values()]
-        return {"coordinator": me, "peers": peers, "rings": rings, "traffic": coordinator.context.traffic.snapshot()}
+        return {
+            "coordinator": me,
+            "peers": peers,
+            "rings": rings,
+            "members": [self._known(record) for record in coordinator.enrolment.nodes],
+            "traffic": coordinator.context.traffic.snapshot(),
+        }
+
+    # who is in the swarm
+
+    async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
+        token, expires_s = await self._coordinator.enrolment.new_token(ttl_s, uses)
+        return {"token": token, "expires": expires_s, "uses": uses}
+
+    async def remove_node(self, name: str) -> Mapping[str, Any]:
+        return self._known(await self._coordinator.remove(name))
+
+    def _known(self, record: NodeRecord) -> dict[str, Any]:
+        if record.removed_s is not None:
+            state = "removed"
+        else:
+            state = self._coordinator.state(record.node).value if record.node in self._coordinator.members else "away"
+        return {
+            "node": record.node,
+            "name": record.name,
+            "state": state,
+            "certificate_ends": record.expires_s,
+            "removed": record.removed_s,
+        }
 
     # requests
 

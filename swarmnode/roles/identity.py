@@ -75,6 +75,16 @@ class NodeIdentity:
             raise InvalidRequest(f"{self.files.certificate} is not for the key beside it; restore them together")
         return Membership(ca, certificate, _read(self.folder / "coordinators.json", _parse_addresses) or ())
 
+    def certified(self, now: float) -> bool:
+        """Whether there is a certificate that is good now, and a coordinator to show it to."""
+        member = self.membership()
+        return member is not None and bool(member.coordinators) and now < member.about.ends_s
+
+    def coordinators(self) -> tuple[Address, ...]:
+        """Where the swarm's coordinators answered last; none for a coordinator itself."""
+        member = self.membership()
+        return () if member is None else member.coordinators
+
     def join(self, ca: x509.Certificate, certificate: x509.Certificate, coordinators: Sequence[Address]) -> None:
         """Become a member. Raises Conflict where the node belongs to another swarm already."""
         self.check_swarm(certs.fingerprint(ca))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.catalog.manifest import FileEntry
 from swarmnode.errors import ProtocolError
-from swarmnode.ids import ModelId, RingId, parse_model_id
+from swarmnode.ids import ModelId, NodeId, RingId, parse_model_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,8 @@ class LoadSpec:
     ring: RingId
     epoch: tuple[int, int]
     stage: int
+    nodes: tuple[NodeId, ...]
+    """Who holds each stage: nobody else's lanes are taken, and nobody else is dialled."""
     model: ModelId
     files: tuple[FileEntry, ...]
     scripted: bool
@@ -54,6 +56,7 @@ class LoadSpec:
 
     def body(self) -> dict[str, Any]:
         return {
+            "nodes": list(self.nodes),
             "model": self.model,
             "files": [entry.model_dump() for entry in self.files],
             "scripted": self.scripted,
@@ -71,6 +74,7 @@ class LoadSpec:
                 ring=RingId(header["ring"]),
                 epoch=(header["epoch"][0], header["epoch"][1]),
                 stage=header["stage"],
+                nodes=_nodes(body, numbers["num_stages"]),
                 model=parse_model_id(body["model"]),
                 files=tuple(FileEntry.model_validate(entry) for entry in body["files"]),
                 scripted=body["scripted"] is True,
@@ -80,6 +84,13 @@ class LoadSpec:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"the load does not fit: {error}") from error
+
+
+def _nodes(body: Mapping[str, Any], num_stages: int) -> tuple[NodeId, ...]:
+    nodes = body["nodes"]
+    if not isinstance(nodes, list) or len(nodes) != num_stages or not all(isinstance(node, str) for node in nodes):
+        raise ValueError(f"nodes is not a list of {num_stages} node ids")
+    return tuple(NodeId(node) for node in nodes)
 
 
 def _int(body: Mapping[str, Any], name: str) -> int:

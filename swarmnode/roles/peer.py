@@ -17,9 +17,12 @@ from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from swarmnode.catalog.store import ShardStore
     from swarmnode.ids import RingId
     from swarmnode.roles.context import NodeContext, PeerResources
+    from swarmnode.roles.joining import PeerMembership
     from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel, Hello
 
@@ -32,9 +35,21 @@ _log = logging.getLogger(__name__)
 class Peer:
     """Dials the coordinator and does what it says; a lost coordinator ends the stages held for it."""
 
-    def __init__(self, context: NodeContext, coordinator: Address, resources: PeerResources, store: ShardStore) -> None:
+    def __init__(
+        self,
+        context: NodeContext,
+        coordinators: Sequence[Address],
+        resources: PeerResources,
+        store: ShardStore,
+        member: PeerMembership,
+        watch_api: Callable[[Frame | None, Address], None] | None = None,
+    ) -> None:
+        """`watch_api` hears where the coordinator's API is, and None when that is no longer known."""
         self._context = context
-        self._coordinator = coordinator
+        self._coordinators = tuple(coordinators)
+        self._coordinator = self._coordinators[0]
+        self._member = member
+        self._watch_api = watch_api or (lambda _notice, _dialed: None)
         self._resources = resources
         self._store = store
         self._hosts: dict[RingId, StageHost] = {}
@@ -44,6 +59,7 @@ class Peer:
         """Stay connected until cancelled; every lost connection is reported and tried again."""
         attempt = 0
         while True:
+            self._coordinator = self._coordinators[attempt % len(self._coordinators)]
             try:
                 await self._serve_coordinator()
             except SwarmError as error:
@@ -85,8 +101,9 @@ class Peer:
             try:
                 async with open_flat_nursery() as nursery:
                     nursery.start_soon(self._send_beats, control)
-                    nursery.start_soon(_read_to_end, control)
+                    nursery.start_soon(self._read_control, control)
                     nursery.start_soon(self._outbox.run, requests)
+                    nursery.start_soon(self._member.keep_certified, self._outbox.post)
                     async for frame in requests:
                         self._take(frame, nursery)
                     raise LinkBroken("the coordinator closed the connection")
@@ -107,10 +124,25 @@ class Peer:
             seq += 1
             await trio.sleep(BEAT_INTERVAL_S)
 
+    async def _read_control(self, control: Channel) -> None:
+        """Removals, which end the lanes of who was removed, until the coordinator hangs up."""
+        try:
+            async for frame in control:
+                if frame.kind == "revoked":
+                    self._member.take_revoked(unpack_body(frame.body))
+                elif frame.kind == "api":
+                    self._watch_api(frame, self._coordinator)
+        finally:
+            self._watch_api(None, self._coordinator)
+        raise LinkBroken("the coordinator closed the connection")
+
     def _take(self, frame: Frame, nursery: trio.Nursery) -> None:
         """One frame of the coordinator; only a load starts anything new."""
         if frame.kind == "load":
             nursery.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
+            return
+        if frame.kind == "issued":
+            self._coordinators = self._member.take_issued(unpack_body(frame.body)) or self._coordinators
             return
         if frame.kind == "cancel":
             for head in (host for host in self._hosts.values() if host.spec.stage == 0):
@@ -147,10 +179,3 @@ class Peer:
 
 class _Disconnected(LinkBroken):
     """A connection that was up has ended: the next attempt comes soon."""
-
-
-async def _read_to_end(control: Channel) -> None:
-    """The coordinator says nothing on control yet; its end is the connection's end."""
-    async for _ in control:
-        pass
-    raise LinkBroken("the coordinator closed the connection")

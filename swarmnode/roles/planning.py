@@ -97,6 +97,7 @@ def plan_ring(
             ring=ring,
             epoch=(epoch, 0),
             stage=index,
+            nodes=tuple(held.peer.node for held in plan.stages),
             model=manifest.model_id,
             files=stage_files(manifest, stage.first_layer, stage.end_layer, len(plan.stages), index),
             scripted=manifest.architecture.name == SCRIPTED,

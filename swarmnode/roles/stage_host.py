@@ -112,6 +112,8 @@ class StageHost:
         lane = where.lane or ""
         if not self._ready or where.epoch != self.spec.epoch or where.stage != predecessor or lane not in expected:
             raise ProtocolError(f"ring {self.spec.ring} has no lane {lane!r} from stage {where.stage} here")
+        if hello.identity.node != self.spec.nodes[predecessor]:
+            raise ProtocolError(f"stage {predecessor} of ring {self.spec.ring} is held by another node")
         receiver = LaneReceiver(self.spec.ring, lane, self.spec.epoch)
         base = base_lane(lane)
         try:
@@ -249,7 +251,9 @@ class StageHost:
         self, lane: str, address: Address, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         spec = self.spec
-        options = LinkOptions(Parameters(spec.ring, spec.epoch, lane, spec.stage), self._context.traffic)
+        successor = spec.nodes[(spec.stage + 1) % spec.num_stages]
+        parameters = Parameters(spec.ring, spec.epoch, lane, spec.stage)
+        options = LinkOptions(parameters, self._context.traffic, successor)
         kind = LANE_CHANNEL[base_lane(lane)]
         async with self._context.transport.dial(address, kind, self._context.identity, options) as channel:
             sender = LaneSender(spec.ring, lane, spec.epoch)

@@ -17,6 +17,7 @@ from local_swarms import REPLY, Swarm, alive, clean_environment, descendants, sw
 
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.local_swarm import NodeProcess
+from swarmnode.cluster.join_token import JoinToken, format_join_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ ERROR, USAGE = 1, 2
 END_WITHIN_S = 5.0
 """The promise of `up`: SIGTERM and Ctrl-C end it, its workers included, within this."""
 ESCAPE = "\x1b"
+TOKEN = format_join_token(JoinToken(bytes(32), ("127.0.0.1:7700",), bytes(8), bytes(32)))
 
 
 def command(swarm: Swarm, *arguments: object, stdin: str = "") -> str:
@@ -215,7 +217,7 @@ def test_config_says_where_each_value_comes_from(tmp_path: Path) -> None:
 
 
 def test_an_api_that_is_not_there() -> None:
-    for arguments in (["models"], ["ps"], ["infer", MODEL, "hello"], ["model-load", MODEL], ["model-unload", MODEL]):
+    for arguments in (["ps"], ["infer", MODEL, "hello"], ["model-load", MODEL, "--wait"]):
         done = swarmnode(*arguments, SWARM_API="http://127.0.0.1:9")
         assert (done.returncode, done.stdout) == (ERROR, "")
         assert "no swarmnode API at http://127.0.0.1:9" in done.stderr
@@ -226,7 +228,7 @@ def test_an_api_that_is_not_there() -> None:
 
 
 def test_help_has_an_example_and_unknown_commands_fail() -> None:
-    for name in ("up", "demo", "model-import", "model-load", "model-unload", "infer"):
+    for name in ("up", "model-load", "infer"):
         assert f"swarmnode {name}" in swarmnode(name, "--help").stdout
     overview = swarmnode("--help").stdout
     assert "model-load" in overview
@@ -274,15 +276,14 @@ def read_terminal(fd: int) -> str:
     [
         (["--role", "king"], "coordinator, peer"),
         (["--role", "peer"], "--join"),
-        (["--role", "peer", "--join", "nowhere"], "HOST:PORT"),
-        (["--role", "peer", "--join", "127.0.0.1:70000"], "65535"),
-        (["--role", "peer", "--join", "192.0.2.1:7700"], "not encrypted or authenticated"),
-        (["--role", "coordinator", "--swarm-listen", "0.0.0.0:0"], "not encrypted or authenticated"),
-        (["--role", "coordinator", "--join", "127.0.0.1:7700"], "--join is for peers"),
-        (["--role", "peer", "--join", "127.0.0.1:7700", "--api-listen", "127.0.0.1:0"], "coordinator role"),
-        (["--role", "peer", "--join", "127.0.0.1:7700", "--memory", "lots"], "6G"),
-        (["--role", "peer", "--join", "127.0.0.1:7700", "--device", "tpu"], "cuda"),
-        (["--role", "peer", "--join", "127.0.0.1:7700", "--name", "a/b"], "A-Z"),
+        (["--role", "peer", "--join", "127.0.0.1:7700"], "swarmnode join-token"),
+        (["--role", "peer", "--join", TOKEN[:-1]], "checksum"),
+        (["--role", "coordinator", "--swarm-listen", "0.0.0.0:0"], "--advertise HOST:PORT"),
+        (["--role", "coordinator", "--join", TOKEN], "--join is for peers"),
+        (["--role", "peer", "--join", TOKEN, "--api-listen", "127.0.0.1:0"], "coordinator role"),
+        (["--role", "peer", "--join", TOKEN, "--memory", "lots"], "6G"),
+        (["--role", "peer", "--join", TOKEN, "--device", "tpu"], "cuda"),
+        (["--role", "peer", "--join", TOKEN, "--name", "a/b"], "A-Z"),
         (["--role", "coordinator", "--data-dir", "/proc/none"], "/proc/none cannot be used"),
     ],
 )
@@ -367,7 +368,8 @@ def test_up_for_people_says_how_to_go_on(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=END_WITHIN_S)
     assert "swarm port 127.0.0.1:" in lines[0]
     assert "OpenAI endpoint http://127.0.0.1:" in lines[1]
-    assert "--role peer --join 127.0.0.1:" in lines[2]
+    assert "swarmnode join-token" in lines[2]
+    assert "--role peer --join TOKEN" in lines[2]
     assert (process.returncode, errors) == (0, "")
 
 

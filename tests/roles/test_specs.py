@@ -9,7 +9,7 @@ import pytest
 from swarmnode.catalog.manifest import FileEntry
 from swarmnode.compute.worker_spec import WorkerSpec
 from swarmnode.errors import ProtocolError
-from swarmnode.ids import ModelId, RingId
+from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.load_spec import LoadSpec
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame, FrameDecoder, encode
@@ -18,6 +18,7 @@ LOAD = LoadSpec(
     ring=RingId("r1"),
     epoch=(4, 0),
     stage=1,
+    nodes=(NodeId("a"), NodeId("b"), NodeId("c")),
     model=ModelId("tiny"),
     files=(FileEntry(path="shards/stage-1/model.safetensors", size=5, sha256="0f" * 32),),
     scripted=False,

@@ -1,0 +1,144 @@
+"""A peer's side of certificates: joins a swarm by token, and asks for the next certificate in time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.errors import JoinRefused, LinkBroken, ProtocolError
+from swarmnode.ids import NodeId
+from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body
+from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.bodies import pack_body
+from swarmnode.wire.deadlines import JOIN_S
+from swarmnode.wire.direct import connect, dial_over
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import JOIN_KIND
+from swarmnode.wire.tls import secure_unverified
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cryptography import x509
+
+    from swarmnode.cluster.join_token import JoinToken
+    from swarmnode.roles.identity import Membership, NodeIdentity
+    from swarmnode.wire.link import Identity
+    from swarmnode.wire.tls import SwarmTls
+
+
+async def join_swarm(
+    token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float] = time.time
+) -> None:
+    """Become a member of the token's swarm: its addresses are tried in order.
+
+    Raises JoinRefused, Conflict (the node belongs to another swarm) or LinkBroken with what each address said.
+    """
+    identity.check_swarm(token.ca_hash)
+    reasons = []
+    for text in token.addresses:
+        try:
+            with trio.fail_after(JOIN_S):
+                await _join_at(parse_address(text), token, identity, about, clock)
+            return
+        except trio.TooSlowError:
+            reasons.append(f"{text}: no answer within {JOIN_S:g} s")
+        except (LinkBroken, ProtocolError) as error:
+            reasons.append(f"{text}: {error.message}")
+    raise LinkBroken("cannot join the swarm; " + "; ".join(reasons))
+
+
+async def _join_at(
+    address: Address, token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float]
+) -> None:
+    stream, listener = await secure_unverified(await connect(address))
+    async with dial_over(stream, JOIN_KIND, about) as channel:
+        ca = certs.load_certificate(bytes_of(await next_body(channel, "ca"), "ca"))
+        _check_listener(ca, listener, token, clock())
+        body = {"id": token.id, "secret": token.secret, "request": certs.new_request(identity.key)}
+        await channel.send(Frame("join", {}, pack_body(body)))
+        certificate, coordinators = _read_issued(await next_body(channel, "issued"), ca, clock())
+    identity.join(ca, certificate, coordinators or (address,))
+
+
+def _check_listener(ca: x509.Certificate, listener: bytes, token: JoinToken, now: float) -> None:
+    """Before the secret is sent: the CA is the token's, and whoever holds this connection is its coordinator."""
+    if certs.fingerprint(ca) != token.ca_hash:
+        raise JoinRefused("the machine that answered belongs to another swarm than the token; was the token's copied?")
+    answered = certs.check_issued(certs.load_certificate(listener), ca, now)
+    if "coordinator" not in answered.roles:
+        raise JoinRefused("the machine that answered is not a coordinator of the token's swarm")
+
+
+class PeerMembership:
+    """A connected peer's part: it asks for the next certificate in time, and drops who was removed."""
+
+    def __init__(
+        self, identity: NodeIdentity, tls: SwarmTls, *, renews: bool = True, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`renews` False: this process is the coordinator, too, and certifies itself. `clock` gives Unix seconds."""
+        self._identity = identity
+        self._tls = tls
+        self._renews = renews
+        self._clock = clock
+
+    async def keep_certified(self, post: Callable[[Frame], None]) -> None:
+        """Ask whenever two thirds of the certificate's life have passed, and again every hour until it came."""
+        while self._renews:
+            if self._clock() >= certs.renewal_s(self._member().about):
+                post(Frame("renew", {}, pack_body({"request": certs.new_request(self._identity.key)})))
+            await trio.sleep(RENEWAL_CHECK_S)
+
+    def take_issued(self, body: dict[str, Any]) -> tuple[Address, ...]:
+        """The certificate that was asked for: kept, and used from the next connection on. Raises ProtocolError.
+
+        Returns where coordinators answer from now on; empty: as before.
+        """
+        certificate, coordinators = _read_issued(body, self._member().ca, self._clock())
+        self._identity.renew(certificate)
+        if coordinators:
+            self._identity.remember(coordinators)
+        self._tls.use(self._identity.files)
+        return coordinators
+
+    def take_revoked(self, body: dict[str, Any]) -> None:
+        """The list of removed nodes: links with them end. Raises ProtocolError."""
+        nodes = body.get("nodes")
+        if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
+            raise ProtocolError("the list of removed nodes is not a list of ids")
+        self._tls.revoke(frozenset(NodeId(node) for node in nodes))
+
+    def _member(self) -> Membership:
+        member = self._identity.membership()
+        if member is None:
+            raise ProtocolError(f"{self._identity.folder} holds no certificate any more; join again with a token")
+        return member
+
+
+def address_towards(coordinator: Address) -> Address:
+    """The address of this machine that packets to `coordinator` leave from, any port. Nothing is sent.
+
+    Raises LinkBroken where there is no way to it.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return Address(probe.getsockname()[0], 0)
+    except OSError as error:
+        raise LinkBroken(f"this machine has no way to {coordinator}: {error}; give --swarm-listen HOST:PORT") from error
+
+
+def _read_issued(
+    body: dict[str, Any], ca: x509.Certificate, now: float
+) -> tuple[x509.Certificate, tuple[Address, ...]]:
+    certificate = certs.load_certificate(bytes_of(body, "certificate"))
+    certs.check_issued(certificate, ca, now)
+    coordinators = body.get("coordinators", [])
+    if not isinstance(coordinators, list):
+        raise ProtocolError("the coordinators of an issued certificate are not a list")
+    return certificate, tuple(parse_address(str(address)) for address in coordinators)
