@@ -20,7 +20,7 @@ from swarmnode.errors import Conflict, FetchFailed
 from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -59,13 +59,14 @@ class ShardStore:
         """Raise NoSpace with the numbers unless `needed_bytes` fit beside the reserve."""
         check_space(self._blobs, needed_bytes, "fetching the model's files")
 
-    def begin(self, entry: FileEntry) -> PartialFile | None:
+    def begin(self, entry: FileEntry, hashed: Callable[[int], None] = lambda _: None) -> PartialFile | None:
         """Own the download of one file, continuing what is there; None: the whole file arrived meanwhile.
 
+        What is there is hashed first (minutes for a large file on a slow disk); `hashed` hears how far that is.
         Raises Conflict while another load downloads it (wait, then ask `have`), NoSpace. The file is owned until
         `finish`, `close` or the end of the `with` block, also across processes.
         """
-        partial = PartialFile(entry, self._partial / entry.sha256, self._blobs / entry.sha256)
+        partial = PartialFile(entry, self._partial / entry.sha256, self._blobs / entry.sha256, hashed)
         if self.have(entry):
             partial.discard()
             return None
@@ -92,14 +93,14 @@ class ShardStore:
 class PartialFile:
     """One file on its way in. What is already there is hashed on opening; `length` is where the download goes on."""
 
-    def __init__(self, entry: FileEntry, path: Path, target: Path) -> None:
+    def __init__(self, entry: FileEntry, path: Path, target: Path, hashed: Callable[[int], None]) -> None:
         self.entry = entry
         self._path = path
         self._target = target
         self._digest = hashlib.sha256()
         self._file = _open_locked(path, entry)
         try:
-            self.length = self._take_over()
+            self.length = self._take_over(hashed)
         except BaseException:
             self._file.close()
             raise
@@ -156,7 +157,7 @@ class PartialFile:
     ) -> None:
         self.close()
 
-    def _take_over(self) -> int:
+    def _take_over(self, hashed: Callable[[int], None]) -> int:
         """Hash what an earlier download left; something longer than the file cannot be its beginning."""
         if os.fstat(self._file.fileno()).st_size > self.entry.size:
             self._file.truncate(0)
@@ -165,6 +166,7 @@ class PartialFile:
         while chunk := self._file.read(_HASH_BYTES):
             self._digest.update(chunk)
             size += len(chunk)
+            hashed(size)
         return size
 
 

@@ -53,6 +53,7 @@ class _Progress:
         self._reported_s = 0.0
 
     def add(self, n_bytes: int) -> None:
+        """Count what came; 0 for work that is none of the bytes to come, so that nobody takes it for silence."""
         self._done += n_bytes
         now = trio.current_time()
         if now - self._reported_s >= REPORT_S or self._done == self._total:
@@ -63,7 +64,7 @@ class _Progress:
 async def _fetch_file(
     channel: Channel, spec: LoadSpec, entry: FileEntry, store: ShardStore, progress: _Progress
 ) -> None:
-    partial = await _begin(store, entry)
+    partial = await _begin(store, entry, progress)
     if partial is None:
         return
     with partial:
@@ -77,12 +78,17 @@ async def _fetch_file(
         await trio.to_thread.run_sync(partial.finish)
 
 
-async def _begin(store: ShardStore, entry: FileEntry) -> PartialFile | None:
+async def _begin(store: ShardStore, entry: FileEntry, progress: _Progress) -> PartialFile | None:
     """Own the file's download; while another load of this store fetches it, wait for that one."""
+
+    def hashed(_: int) -> None:
+        trio.from_thread.run_sync(progress.add, 0)
+
     while True:
         try:
-            return await trio.to_thread.run_sync(store.begin, entry)
+            return await trio.to_thread.run_sync(store.begin, entry, hashed)
         except Conflict:
+            progress.add(0)
             await trio.sleep(SHARED_WAIT_S)
 
 
