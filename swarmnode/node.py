@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.api_port import ApiOptions
+    from swarmnode.roles.peer import ApiWatcher
     from swarmnode.wire.link import Channel, Hello
 
 COORDINATOR = "coordinator"
@@ -75,8 +77,6 @@ class NodeOptions:
     def __post_init__(self) -> None:
         if COORDINATOR in self.roles and self.join is not None:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
-        if COORDINATOR not in self.roles and self.api is not None:
-            raise InvalidRequest("--api-listen needs the coordinator role; ask the coordinator's API")
         if self.swarm_listen is not None and self.swarm_listen.host in WILDCARDS and self.advertise is None:
             raise InvalidRequest(
                 f"--swarm-listen {self.swarm_listen} is every address of this machine; say with --advertise HOST:PORT "
@@ -137,7 +137,11 @@ class _Node:
                 ready["api"] = await self._start_coordinator(context, enrolment, nursery)
                 coordinators = (_reachable_here(address),)
             if PEER in self._options.roles:
-                self._start_peer(context, coordinators, PeerMembership(kept, tls, renews=authority is None), nursery)
+                watch_api = None
+                if authority is None and self._options.api is not None:
+                    watch_api, ready["api"] = await self._start_forwarder(self._options.api, nursery)
+                member = PeerMembership(kept, tls, renews=authority is None)
+                self._start_peer(context, coordinators, member, watch_api, nursery)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
 
@@ -162,7 +166,7 @@ class _Node:
         return None
 
     async def _start_coordinator(self, context: NodeContext, enrolment: Enrolment, nursery: trio.Nursery) -> str | None:
-        from swarmnode.roles.api_port import start_api_port
+        from swarmnode.roles.api_port import api_notice, start_api_port
         from swarmnode.roles.gateway import Gateway
 
         coordinator = Coordinator(context, Registry(self._settings.models_root), enrolment)
@@ -170,13 +174,26 @@ class _Node:
         await nursery.start(coordinator.run)
         if self._options.api is None:
             return None
-        return await start_api_port(self._options.api, Gateway(coordinator), self._settings, self._emit, nursery)
+        url = await start_api_port(self._options.api, Gateway(coordinator), self._settings, self._emit, nursery)
+        coordinator.announce_api(api_notice(self._options.api, url))
+        return url
+
+    async def _start_forwarder(self, api: ApiOptions, nursery: trio.Nursery) -> tuple[ApiWatcher, str]:
+        from swarmnode.roles.api_port import follow_notice, start_forwarder_port
+
+        forwarder, url = await start_forwarder_port(api, self._emit, nursery)
+        return partial(follow_notice, forwarder), url
 
     def _start_peer(
-        self, context: NodeContext, coordinators: Sequence[Address], member: PeerMembership, nursery: trio.Nursery
+        self,
+        context: NodeContext,
+        coordinators: Sequence[Address],
+        member: PeerMembership,
+        watch_api: ApiWatcher | None,
+        nursery: trio.Nursery,
     ) -> None:
         store = ShardStore(self._settings.model_cache)
-        self._peer = Peer(context, coordinators, self._options.resources, store, member)
+        self._peer = Peer(context, coordinators, self._options.resources, store, member, watch_api)
         nursery.start_soon(self._peer.run)
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:

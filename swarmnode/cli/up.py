@@ -183,6 +183,7 @@ def _sentence(event: str, values: Mapping[str, object]) -> str:
             lines = [f"{values['name']} is up; swarm port {values['swarm']}"]
             if values.get("api"):
                 lines.append(f"OpenAI endpoint {values['api']}/v1")
+            if "coordinator" in str(values["roles"]):
                 lines.append(
                     "add a peer: `swarmnode join-token` here, then `swarmnode up --role peer --join TOKEN` there"
                 )

@@ -144,8 +144,11 @@ def api_notice(options: ApiOptions, url: str) -> Frame:
     return Frame("api", {"url": url}, pack_body({"certificate": certificate}))
 
 
-def follow_notice(forwarder: Forwarder, notice: Frame, dialed: Address) -> None:
-    """Forward to where `notice` says; raises ProtocolError. `dialed` stands for the address of a wildcard."""
+def follow_notice(forwarder: Forwarder, notice: Frame | None, dialed: Address) -> None:
+    """Forward to where `notice` says, None: nowhere; raises ProtocolError. `dialed` stands for a wildcard address."""
+    if notice is None:
+        forwarder.disconnect()
+        return
     try:
         url = httpx.URL(notice.header["url"])
         if url.scheme not in ("http", "https") or not url.host:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel, Hello
 
+if TYPE_CHECKING:
+    ApiWatcher = Callable[[Frame | None, Address], None]
+    """Hears where the API is (an `api` frame), or None once that is not known; and which coordinator was dialed."""
+
 RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Waits between attempts to reach the coordinator; the last one repeats."""
 
@@ -42,9 +46,8 @@ class Peer:
         resources: PeerResources,
         store: ShardStore,
         member: PeerMembership,
-        watch_api: Callable[[Frame | None, Address], None] | None = None,
+        watch_api: ApiWatcher | None = None,
     ) -> None:
-        """`watch_api` hears where the coordinator's API is, and None when that is no longer known."""
         self._context = context
         self._coordinators = tuple(coordinators)
         self._coordinator = self._coordinators[0]
