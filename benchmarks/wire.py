@@ -1,7 +1,7 @@
 """One hop of the wire, worker → node → link → node → worker, in four processes, against a bare socket echo in two.
 
-`python -m benchmarks.wire [--json]`. Two fake workers speak frames on their pipes, two nodes route them by header
-over a direct link; a hop is half a round trip. `added_ms` is what the hop costs over the bare socket's.
+`python -m benchmarks.wire [--plain] [--json]`. Two fake workers speak frames on their pipes, two nodes route them by
+header over a direct link; a hop is half a round trip. `added_ms` is what the hop costs over the bare socket's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -24,6 +26,8 @@ from rich.table import Table
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.ring.messages import Group, Piece, Row
 from swarmnode.ring.work import Activation
+from swarmnode.roles.enrolment import certify_self
+from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.wire.address import Address, parse_address
 from swarmnode.wire.blocking import FrameReader, FrameWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -33,6 +37,7 @@ from swarmnode.wire.lane import LaneReceiver, LaneSender
 from swarmnode.wire.link import Channel, Hello, Identity
 from swarmnode.wire.pipe import FramePipe
 from swarmnode.wire.ring_codec import to_frame
+from swarmnode.wire.tls import SwarmTls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +45,6 @@ if TYPE_CHECKING:
 SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "2.6 MB": 256 * 5120 * 2}
 """A decode row of hidden size 512 and 8192, and a prompt piece of 256 positions of hidden size 5120, all bf16."""
 _WARM_UP = 50
-TRANSPORT = DirectTransport(None)
 _BUDGET_BYTES = 400 << 20
 """Round trips of a size stop here, so that the large one does not take minutes."""
 
@@ -136,8 +140,17 @@ def echoing_worker() -> None:
 # -- the nodes
 
 
-def identity(name: str) -> Identity:
-    return Identity(NodeId(name), BootId(f"{name}-1"), name)
+def transport(folder: str) -> tuple[DirectTransport, Identity]:
+    """One node certificate serves both ends; without a folder there is no TLS."""
+    if not folder:
+        return DirectTransport(None), Identity(NodeId("bench"), BootId("bench-1"), "bench")
+    kept = NodeIdentity.open(Path(folder))
+    return DirectTransport(SwarmTls(kept.files)), Identity(kept.node, BootId("bench-1"), "bench", ("peer",))
+
+
+def make_credentials(folder: Path) -> None:
+    kept = NodeIdentity.open(folder)
+    certify_self(SwarmAuthority.open(kept, time.time()), kept, ("peer",), time.time())
 
 
 class Route:
@@ -179,10 +192,11 @@ class Route:
                 await self.pipe.send(accepted)
 
 
-async def far_node() -> None:
+async def far_node(credentials: str) -> None:
     """Child process: prints its address, serves one link, ends with it."""
     route = Route(start_part("echoing-worker", stdin=subprocess.PIPE), "tok", "act")
     served = trio.Event()
+    direct, identity = transport(credentials)
 
     async def handler(kind: str, hello: Hello, channel: Channel) -> None:
         try:
@@ -194,17 +208,18 @@ async def far_node() -> None:
     async with trio.open_nursery() as nursery:
 
         async def listen(*, task_status: trio.TaskStatus[Address]) -> None:
-            await TRANSPORT.listen(Address("127.0.0.1", 0), handler, identity("far"), task_status=task_status)
+            await direct.listen(Address("127.0.0.1", 0), handler, identity, task_status=task_status)
 
         print(await nursery.start(listen), flush=True)
         await served.wait()
         nursery.cancel_scope.cancel()
 
 
-async def near_node(far: Address, asked: int) -> None:
+async def near_node(far: Address, asked: int, credentials: str) -> None:
     """Child process: dials, lets its worker measure, prints what it measured."""
     route = Route(start_part("measuring-worker", str(asked), stdin=subprocess.PIPE), "act", "tok")
-    async with TRANSPORT.dial(far, "steps", identity("near")) as channel:
+    direct, identity = transport(credentials)
+    async with direct.dial(far, "steps", identity) as channel:
         await route.run_until_measured(channel)
     route.pipe.close()
     print(json.dumps(route.results), flush=True)
@@ -218,11 +233,12 @@ def start_part(*arguments: str, pass_fds: Sequence[int] = (), stdin: int | None 
     return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, pass_fds=pass_fds)
 
 
-def measure_hop(asked: int) -> dict[str, dict[str, float]]:
-    far = start_part("far-node")
+def measure_hop(asked: int, credentials: str) -> dict[str, dict[str, float]]:
+    """`credentials`: the folder of `make_credentials`; empty: without TLS."""
+    far = start_part("far-node", credentials)
     assert far.stdout is not None
     address = far.stdout.readline().decode().strip()
-    near = start_part("near-node", address, str(asked))
+    near = start_part("near-node", address, str(asked), credentials)
     output, _ = near.communicate()
     far.communicate()
     if near.returncode or far.returncode:
@@ -263,10 +279,10 @@ def run_part(name: str, arguments: list[str]) -> None:
             measuring_worker(int(asked))
         case "echoing-worker", []:
             echoing_worker()
-        case "far-node", []:
-            trio.run(far_node)
-        case "near-node", [address, asked]:
-            trio.run(near_node, parse_address(address), int(asked))
+        case "far-node", [credentials]:
+            trio.run(far_node, credentials)
+        case "near-node", [address, asked, credentials]:
+            trio.run(near_node, parse_address(address), int(asked), credentials)
         case _:
             raise SystemExit(f"unknown part {name} {arguments}")
 
@@ -274,16 +290,21 @@ def run_part(name: str, arguments: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What one hop of the wire costs.")
     parser.add_argument("--rounds", type=int, default=1000, help="round trips per size (fewer for the large one)")
+    parser.add_argument("--plain", action="store_true", help="without TLS, to see what it costs")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.part:
         run_part(chosen.part[0], chosen.part[1:])
         return
-    results = list(rows(measure_hop(chosen.rounds), measure_raw(chosen.rounds)))
+    with tempfile.TemporaryDirectory() as folder:
+        if not chosen.plain:
+            make_credentials(Path(folder))
+        hop = measure_hop(chosen.rounds, "" if chosen.plain else folder)
+    results = list(rows(hop, measure_raw(chosen.rounds)))
     show(results)
     if chosen.json:
-        print(json.dumps({"benchmark": "wire", "rounds": chosen.rounds, "sizes": results}))
+        print(json.dumps({"benchmark": "wire", "tls": not chosen.plain, "rounds": chosen.rounds, "sizes": results}))
 
 
 if __name__ == "__main__":

@@ -352,8 +352,9 @@ def test_up_prints_its_events_as_json_lines(swarm: Swarm) -> None:
     assert [event["event"] for event in coordinator.seen[:4]].count("ready") == 1
     assert coordinator.seen[0]["api"] == swarm.local.api
     assert {"peer-0", "peer-1", "peer-2"} <= {event.get("name") for event in coordinator.seen}
-    assert {event["event"] for event in peer.seen} == {"ready", "joined"}
-    assert peer.seen[0]["swarm"].startswith("127.0.0.1:")
+    assert [event["event"] for event in peer.seen[:2]] == ["enrolled", "ready"]
+    assert {event["event"] for event in peer.seen[2:]} == {"joined"}
+    assert peer.seen[1]["swarm"].startswith("127.0.0.1:")
 
 
 def test_up_for_people_says_how_to_go_on(tmp_path: Path) -> None:
