@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Waits between attempts to reach the coordinator; the last one repeats."""
 
+STEADY_S = 5.0
+"""A connection that ends sooner was no success: a coordinator refuses a node's name or identity once both are up."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -63,12 +66,13 @@ class Peer:
         attempt = 0
         while True:
             self._coordinator = self._coordinators[attempt % len(self._coordinators)]
+            began_s = trio.current_time()
             try:
                 await self._serve_coordinator()
             except SwarmError as error:
                 self._context.emit("coordinator_lost", {"address": str(self._coordinator), "reason": error.message})
-                connected = isinstance(error, _Disconnected)
-            attempt = 0 if connected else attempt + 1
+                lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
+            attempt = 0 if lasted else attempt + 1
             await trio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
 
     async def serve_lane(self, hello: Hello, channel: Channel) -> None:
