@@ -33,6 +33,8 @@ NEEDS = {
     ("GET", "/api/v1/api-tokens"): "admin",
     ("POST", "/api/v1/api-tokens"): "admin",
     ("DELETE", "/api/v1/api-tokens/{token_id}"): "admin",
+    ("POST", "/api/v1/join-tokens"): "admin",
+    ("DELETE", "/api/v1/nodes/{name}"): "admin",
 }
 BODIES: dict[str, Any] = {
     CHAT: {"model": "replay-1", "messages": [{"role": "user", "content": "hi"}]},
@@ -46,7 +48,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 async def call(guarded: Any, method: str, path: str, headers: dict[str, str]) -> Any:
-    path = path.replace("{model}", "replay-1").replace("{token_id}", "absent")
+    path = path.replace("{model}", "replay-1").replace("{token_id}", "absent").replace("{name}", "den")
     body = {"json": BODIES.get(path, {})} if method == "POST" else {}
     return await guarded.gateway.client.request(method, path, headers=headers, **body)
 
@@ -77,7 +79,10 @@ async def test_every_route_needs_its_scope(guarded: Any, method: str, path: str)
     for scope, rank in RANK.items():
         reply = await call(guarded, method, path, bearer(await guarded.token(scope)))
         if rank >= RANK[needed]:
-            assert reply.status_code in (200, 201, 202) or reply.json()["error"]["code"] == "token_not_found"
+            assert reply.status_code in (200, 201, 202) or reply.json()["error"]["code"] in (
+                "token_not_found",
+                "peer_not_found",
+            )
         else:
             assert reply.status_code == 403
             error = reply.json()["error"]
