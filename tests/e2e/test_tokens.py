@@ -13,7 +13,7 @@ import pytest
 from local_swarms import REPLY, Swarm, start_swarm, swarmnode, wait_until
 
 from swarmnode.cli.client import ApiClient
-from swarmnode.cli.local_swarm import NodeProcess
+from swarmnode.cli.local_swarm import LocalSwarm, NodeProcess
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ def test_a_token_revoked_in_the_middle_of_a_reply(guarded: Swarm) -> None:
 
 
 def test_the_secrets_are_private_and_tokens_survive_a_restart(tmp_path: Path, models_root: Path) -> None:
-    swarm = start_swarm(tmp_path, models_root, peers=0)
-    try:
+    with LocalSwarm(tmp_path, models_root) as local:
+        local.start_coordinator()
+        swarm = Swarm(local)
         made = command(swarm, "token-create", "--label", "laptop")
         folder = tmp_path / "coordinator"
         for name in ("local_api.json", "api_tokens.json"):
@@ -117,7 +118,6 @@ def test_the_secrets_are_private_and_tokens_survive_a_restart(tmp_path: Path, mo
         assert httpx.get(models, trust_env=False).status_code == 401
         headers = {"authorization": f"Bearer {made['token']}"}
         assert httpx.get(models, headers=headers, trust_env=False).status_code == 200
-    finally:
         swarm.close()
 
 
