@@ -7,13 +7,15 @@ causality and the sliding window follow from lengths alone.
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarmnode.errors import StageFailed
+from swarmnode.errors import LoadRefused, StageFailed
 
 if TYPE_CHECKING:
     from swarmnode.compute.kv_cache import SessionViews
@@ -21,6 +23,29 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "swarmnode_sessions"
 _HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states"})
 """Arguments that blocks pass along and that change nothing here; any other that is set is refused, not ignored."""
+
+MODES = ("auto", "grouped", "sdpa")
+"""SWARM_SERVE_ATTENTION. `grouped`: the query heads that share a KV head become its query rows, so no key is copied per
+head. `sdpa`: torch's own handling of grouped heads. `auto`: grouped wherever torch's own was slower when measured on a
+CPU (every decode step, and prompt pieces in bfloat16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """What a block asks of attention; `mode` is the stage's."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    mode: str = "auto"
+
+
+def attention_mode() -> str:
+    """SWARM_SERVE_ATTENTION; raises LoadRefused for a value that is none of MODES."""
+    mode = os.environ.get("SWARM_SERVE_ATTENTION", "auto") or "auto"
+    if mode not in MODES:
+        raise LoadRefused(f"SWARM_SERVE_ATTENTION is {mode[:40]!r}; allowed are {', '.join(MODES)}")
+    return mode
 
 
 def session_attention(
@@ -37,74 +62,82 @@ def session_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend (batch, heads, n, head_dim) → (batch, n, heads, head_dim). n > 1 only for a batch of one (a piece)."""
     _refuse_unknown(attention_mask, others)
+    settings = AttentionSettings(scaling, sliding_window, softcap, key.mode)
+    if key.asked is not None:
+        key.asked.append(settings)
+    return attend(query, key, settings), None
+
+
+def attend(query: torch.Tensor, views: SessionViews, settings: AttentionSettings) -> torch.Tensor:
+    """(batch, heads, n, head_dim) → (batch, n, heads, head_dim); n > 1 only for a batch of one (a piece)."""
     batch, heads, n, _ = query.shape
     if n > 1:
-        out = _attend_piece(query, key, scaling, sliding_window, softcap)
-        return out.transpose(1, 2), None
-    rows = [
-        _attend_row(query[i : i + 1], key.keys[i], key.values[i], scaling, sliding_window, softcap)
-        for i in range(batch)
-    ]
+        return _attend_piece(query, views, settings).transpose(1, 2)
+    rows = [_attend_row(query[i : i + 1], views.keys[i], views.values[i], settings) for i in range(batch)]
     joined = rows[0] if batch == 1 else torch.cat(rows)
-    return joined.view(batch, 1, heads, joined.shape[-1]), None
+    return joined.view(batch, 1, heads, joined.shape[-1])
 
 
 def _attend_row(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, settings: AttentionSettings
 ) -> torch.Tensor:
-    """One position against all of its past: the query heads that share a KV head become that head's query rows, so
-    grouped heads need neither a mask nor a copy of the keys. Returns (1, kv_heads, group, head_dim)."""
+    """One position against all of its past: needs no mask. Returns (1, kv_heads, group, head_dim), or as asked."""
+    window = settings.window
     if window is not None and keys.shape[2] > window:
         keys, values = keys[:, :, -window:], values[:, :, -window:]
+    if settings.mode == "sdpa" and settings.softcap is None:
+        return _own_grouping(query, keys, values, settings.scaling, None, causal=False)
     grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
-    if softcap is not None:
-        return _capped(grouped, keys, values, scaling, softcap, None)
-    return scaled_dot_product_attention(grouped, keys, values, scale=scaling)
+    if settings.softcap is not None:
+        return _capped(grouped, keys, values, settings.scaling, settings.softcap, None)
+    return scaled_dot_product_attention(grouped, keys, values, scale=settings.scaling)
 
 
-def _attend_piece(
-    query: torch.Tensor,
-    views: SessionViews,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def _attend_piece(query: torch.Tensor, views: SessionViews, settings: AttentionSettings) -> torch.Tensor:
     """Several positions of one session, causal against its past. Returns (1, heads, n, head_dim)."""
-    keys, values = views.keys[0], views.values[0]
+    keys, values, window = views.keys[0], views.values[0], settings.window
     n = query.shape[2]
     if window is not None and keys.shape[2] > window + n - 1:
         # Nothing before the first query's window is ever seen.
         keys, values = keys[:, :, -(window + n - 1) :], values[:, :, -(window + n - 1) :]
     length = keys.shape[2]
     windowed = window is not None and length > window
-    if length == n and not windowed and softcap is None:
-        return _grouped_sdpa(query, keys, values, scaling, None)
+    grouping = settings.softcap is not None or _groups_pieces(query, keys, settings.mode)
+    if length == n and not windowed and not grouping:
+        return _own_grouping(query, keys, values, settings.scaling, None, causal=True)
     mask = _mask(views.masks, n, length, window if windowed else None, query)
-    if softcap is not None:
-        grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
-        tiled = mask.repeat(query.shape[1] // keys.shape[1], 1)
-        return _capped(grouped, keys, values, scaling, softcap, tiled).reshape(query.shape)
-    return _grouped_sdpa(query, keys, values, scaling, mask)
+    if not grouping:
+        return _own_grouping(query, keys, values, settings.scaling, mask, causal=False)
+    grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
+    tiled = _tiled(views.masks, mask, query.shape[1] // keys.shape[1], window if windowed else None)
+    if settings.softcap is not None:
+        out = _capped(grouped, keys, values, settings.scaling, settings.softcap, tiled)
+    else:
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=tiled, scale=settings.scaling)
+    return out.reshape(query.shape)
 
 
-def _grouped_sdpa(
+def _groups_pieces(query: torch.Tensor, keys: torch.Tensor, mode: str) -> bool:
+    if query.shape[1] == keys.shape[1] or mode == "sdpa":
+        return False
+    return mode == "grouped" or (query.dtype == torch.bfloat16 and query.device.type == "cpu")
+
+
+def _own_grouping(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float | None,
     mask: torch.Tensor | None,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
     return scaled_dot_product_attention(
         query,
         keys,
         values,
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal,
         scale=scaling,
         enable_gqa=query.shape[1] != keys.shape[1],
     )
@@ -141,6 +174,14 @@ def _mask(
             hidden |= key_positions <= query_positions - window
         mask = masks[key] = like.new_zeros((n, length)).masked_fill_(hidden, float("-inf"))
     return mask
+
+
+def _tiled(masks: dict[object, torch.Tensor], mask: torch.Tensor, group: int, window: int | None) -> torch.Tensor:
+    """The mask once per query head of a group, made once for all layers of a kind."""
+    key = (*mask.shape, window, group)
+    if key not in masks:
+        masks[key] = mask.repeat(group, 1)
+    return masks[key]
 
 
 def _refuse_unknown(attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:

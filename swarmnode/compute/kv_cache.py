@@ -17,6 +17,8 @@ from swarmnode.errors import StageFailed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from swarmnode.compute.attention import AttentionSettings
+
 GROWTH_TOKENS = 64
 """Buffers grow by this many positions (K4); beyond 8 × this by an eighth of their size, so that a long conversation
 does not copy its whole past every 64 tokens (amortised: at most 8 copies of each position)."""
@@ -63,13 +65,23 @@ class SessionCache:
 class SessionViews:
     """What one layer's attention gets in place of keys: for each session of the batch its own keys and values."""
 
-    __slots__ = ("keys", "masks", "values")
+    __slots__ = ("asked", "keys", "masks", "mode", "values")
 
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], masks: dict[object, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        masks: dict[object, torch.Tensor],
+        mode: str = "auto",
+        asked: list[AttentionSettings] | None = None,
+    ) -> None:
         self.keys = keys
         self.values = values
         self.masks = masks
         """Masks of this forward by shape and window: layers of one kind share one mask."""
+        self.mode = mode
+        self.asked = asked
+        """Where given, attention notes there what each block asked of it."""
 
 
 class StepCache:
@@ -77,9 +89,17 @@ class StepCache:
 
     is_compileable = False
 
-    def __init__(self, sessions: Sequence[SessionCache], first_layer: int) -> None:
+    def __init__(
+        self,
+        sessions: Sequence[SessionCache],
+        first_layer: int,
+        mode: str = "auto",
+        asked: list[AttentionSettings] | None = None,
+    ) -> None:
         self._sessions = sessions
         self._first_layer = first_layer
+        self._mode = mode
+        self._asked = asked
         self._masks: dict[object, torch.Tensor] = {}
         self.updates: list[int] = []
         """Layers that appended, in order."""
@@ -90,14 +110,20 @@ class StepCache:
         """Append row i of (batch, kv_heads, n, head_dim) to session i."""
         layer = layer_idx - self._first_layer
         self.updates.append(layer)
+        views = self.append(layer, keys, values)
+        return views, views
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> SessionViews:
+        """As `update`, for layer `layer` of the slice."""
         if len(self._sessions) == 1:
             pairs = [self._sessions[0].append(layer, keys, values)]
         else:
             pairs = [
                 session.append(layer, keys[i : i + 1], values[i : i + 1]) for i, session in enumerate(self._sessions)
             ]
-        views = SessionViews([key for key, _ in pairs], [value for _, value in pairs], self._masks)
-        return views, views
+        return SessionViews(
+            [key for key, _ in pairs], [value for _, value in pairs], self._masks, self._mode, self._asked
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest past among the sessions. Positions are always given explicitly, so no model reads it for those."""

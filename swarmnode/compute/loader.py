@@ -15,6 +15,7 @@ import torch
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
+from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import serving_dtype
 from swarmnode.compute.stage_model import StageModel
@@ -52,7 +53,10 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     sources = _find_tensors(spec)
     dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(sources)))
     model = StageModel(spec, config, dtype, device)
-    _fill(model, sources, progress)
+    lean = LeanBuilder(model, model.parameters(), "none") if spec.lean else None
+    _fill(model, sources, progress, lean)
+    if lean is not None:
+        lean.finish()
     model.finish()
     engine = TorchEngine(model)
     _prove(engine)
@@ -93,15 +97,26 @@ def _stored_dtype(sources: Mapping[str, _Source]) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-def _fill(model: StageModel, sources: Mapping[str, _Source], progress: Progress | None) -> None:
+def _fill(
+    model: StageModel, sources: Mapping[str, _Source], progress: Progress | None, lean: LeanBuilder | None
+) -> None:
     wanted = model.parameters()
     chosen = {name: _source_for(model, name, tuple(p.shape), sources) for name, p in wanted.items()}
     total = sum(source.entry.size_bytes for source in chosen.values())
     reader = _TensorReader(model.dtype, model.device, total, progress)
-    # In file order, so that a spinning disk reads forward.
-    for name, source in sorted(chosen.items(), key=lambda item: (str(item[1].path), item[1].entry.begin)):
-        model.set_parameter(name, reader.read(source, name))
+    for name, source in sorted(chosen.items(), key=_reading_order):
+        room = lean.room(name) if lean is not None else None
+        model.set_parameter(name, reader.read(source, name, room))
+        if lean is not None:
+            lean.loaded(name)
     reader.report()
+
+
+def _reading_order(item: tuple[str, _Source]) -> tuple[int, str, int]:
+    """Layer by layer, so that a block is complete before the next begins; within it as the bytes lie in the files."""
+    name, source = item
+    layer = layer_of(name)
+    return (-1 if layer is None else layer, str(source.path), source.entry.begin)
 
 
 def _source_for(model: StageModel, name: str, shape: tuple[int, ...], sources: Mapping[str, _Source]) -> _Source:
@@ -125,10 +140,12 @@ class _TensorReader:
         self._total, self._progress, self._done, self._reported_s = total, progress, 0, 0.0
         self._staging = memoryview(bytearray())
 
-    def read(self, source: _Source, name: str) -> torch.Tensor:
-        """One tensor; a file that ends early raises LoadFailed."""
+    def read(self, source: _Source, name: str, room: torch.Tensor | None = None) -> torch.Tensor:
+        """One tensor, into `room` if given; a file that ends early raises LoadFailed."""
         stored = _TORCH_DTYPES[source.entry.dtype]
-        target = torch.empty(source.entry.shape, dtype=self._dtype, device=self._device)
+        target = room
+        if target is None:
+            target = torch.empty(source.entry.shape, dtype=self._dtype, device=self._device)
         try:
             with source.path.open("rb", buffering=0) as file:
                 file.seek(source.entry.begin)

@@ -21,6 +21,7 @@ class StageSpec:
     `folder` holds `tokenizer/` (with `config.json`) and `shards/`; `files` are the shard files that hold the slice.
     `dtype` "auto" serves float32 weights in float32 and both half formats in bfloat16 (see `serving_dtype`).
     `device` is "auto" (CUDA if there is a card), "cpu", "cuda" or "cuda:N". `threads` 0 leaves torch's own choice.
+    `lean` False keeps transformers' own blocks where the lean decoder could serve.
     """
 
     folder: Path
@@ -33,6 +34,7 @@ class StageSpec:
     dtype: str = "auto"
     device: str = "auto"
     threads: int = 0
+    lean: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_layer < self.end_layer <= self.num_layers:

@@ -16,15 +16,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmnode.compute.attention import ATTENTION_NAME
+from swarmnode.compute.attention import ATTENTION_NAME, attention_mode
 from swarmnode.compute.kv_cache import StepCache
 from swarmnode.compute.supported import architecture_name, check_supported
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from swarmnode.compute.kv_cache import SessionCache
+    from swarmnode.compute.lean_decoder import LeanDecoder
     from swarmnode.compute.spec import StageSpec
 
 _PARTS = {"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"}
@@ -67,20 +68,23 @@ class StageModel:
         self.first_layer, self.is_first, self.is_last = spec.first_layer, spec.is_first, spec.is_last
         self.num_layers = spec.end_layer - spec.first_layer
         self.dtype, self.device = dtype, device
-        self._outer: Any = _build_on_meta(config, dtype, self.name)
-        _check_parts(self._outer, spec, self.name)
-        self._base: Any = self._outer.model
-        self.config: Any = self._outer.config
+        self.outer: Any = _build_on_meta(config, dtype, self.name)
+        _check_parts(self.outer, spec, self.name)
+        self.base: Any = self.outer.model
+        self.config: Any = self.outer.config
         self.tied = bool(getattr(self.config, "tie_word_embeddings", False))
-        _slice(self._outer, spec)
-        _fill_buffers(self._outer, device, self.name)
+        _slice(self.outer, spec)
+        _fill_buffers(self.outer, device, self.name)
         self.hidden_size = int(self.config.hidden_size)
         self._entry: _Entry | None = None
+        self.lean: LeanDecoder | None = None
+        self._lean_tail: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._mode = attention_mode()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to fill, by their names in the checkpoint; a tied head appears under the embeddings' name."""
         found: dict[str, nn.Parameter] = {}
-        for name, parameter in self._outer.named_parameters():
+        for name, parameter in self.outer.named_parameters():
             found[self._checkpoint_name(name)] = parameter
         if self.tied and self.is_last:
             # Transformers may have tied them already, then only the embeddings are listed.
@@ -98,31 +102,49 @@ class StageModel:
         parameter = nn.Parameter(value, requires_grad=False)
         if name != self.embedding_name or self.is_first:
             owner, _, leaf = self._module_name(name).rpartition(".")
-            setattr(self._outer.get_submodule(owner), leaf, parameter)
+            setattr(self.outer.get_submodule(owner), leaf, parameter)
         if name == self.embedding_name and self.tied and self.is_last:
-            self._outer.lm_head.weight = parameter
+            self.outer.lm_head.weight = parameter
+
+    def block(self, layer: int) -> Any:
+        """Transformers' own block of `layer`, counted over the whole model."""
+        return self.base.layers[layer - self.first_layer]
+
+    def layer_kind(self, layer: int) -> str:
+        """The config's name for the layer's type; layers of one type share their rotary positions."""
+        kinds = getattr(self.config, "layer_types", None)
+        return "" if kinds is None else str(kinds[layer - self.first_layer])
+
+    def use_lean(self, decoder: LeanDecoder, tail: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """From here on `decoder` runs the blocks, and on the last stage `tail` what follows them."""
+        self.lean, self._lean_tail = decoder, tail
 
     def finish(self) -> None:
         """Call after every parameter is set: from here on the slice is only run."""
-        self._outer.eval()
+        self.outer.eval()
         if not self.is_first:
-            self._entry = _Entry(self._base.layers[0])
-            self._base.layers[0] = self._entry
+            self._entry = _Entry(self.base.layers[0])
+            self.base.layers[0] = self._entry
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids (batch, n) → the rows that enter layer 0, as the family's embedding module gives them."""
-        embedded: torch.Tensor = self._base.embed_tokens(ids)
+        embedded: torch.Tensor = self.base.embed_tokens(ids)
         return embedded
 
     def hidden(self, rows: torch.Tensor, positions: torch.Tensor, caches: Sequence[SessionCache]) -> torch.Tensor:
-        """Run the slice over (batch, n, hidden) at positions (batch, n); the last stage's result is normed."""
-        out = self._run(self._base, rows, positions, caches).last_hidden_state
+        """Run the slice over (batch, n, hidden) at positions (batch, n). On the last stage nobody takes the result, so
+        whether it is normed is open."""
+        if self.lean is not None:
+            return self.lean.run(rows, positions, caches)
+        out = self._run(self.base, rows, positions, caches).last_hidden_state
         assert isinstance(out, torch.Tensor)
         return out
 
     def logits(self, rows: torch.Tensor, positions: torch.Tensor, caches: Sequence[SessionCache]) -> torch.Tensor:
         """Last stage: run the slice and return the last position's logits, (batch, vocab)."""
-        out = self._run(self._outer, rows, positions, caches, logits_to_keep=1).logits
+        if self.lean is not None and self._lean_tail is not None:
+            return self._lean_tail(self.lean.run(rows, positions, caches))
+        out = self._run(self.outer, rows, positions, caches, logits_to_keep=1).logits
         assert isinstance(out, torch.Tensor)
         return out[:, -1]
 
@@ -134,7 +156,7 @@ class StageModel:
         caches: Sequence[SessionCache],
         **more: Any,
     ) -> Any:
-        step = StepCache(caches, self.first_layer)
+        step = StepCache(caches, self.first_layer, self._mode)
         if self._entry is not None:
             self._entry.arrived = rows
         out = model(inputs_embeds=rows, position_ids=positions, cache=step, use_cache=True, **more)
@@ -145,7 +167,7 @@ class StageModel:
                 f"{step.updates} used the cache"
             )
         if not self.is_last:
-            calls, self._base.norm.calls = self._base.norm.calls, 0
+            calls, self.base.norm.calls = self.base.norm.calls, 0
             if calls != 1:
                 raise LoadRefused(f"architecture {self.name!r} cannot be served: it uses its final norm {calls} times")
         return out

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.attention import session_attention
+from swarmnode.compute.attention import MODES, attention_mode, session_attention
 from swarmnode.compute.kv_cache import SessionViews
-from swarmnode.errors import StageFailed
+from swarmnode.errors import LoadRefused, StageFailed
 
 HEAD_DIM = 8
 MODULE = torch.nn.Module()
@@ -32,16 +32,17 @@ def slow(
     return out
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_pieces_and_rows(heads: int, kv_heads: int, window: int | None, softcap: float | None) -> None:
+def test_pieces_and_rows(heads: int, kv_heads: int, window: int | None, softcap: float | None, mode: str) -> None:
     torch.manual_seed(0)
     for n, lengths in [(7, [7]), (7, [20]), (1, [1]), (1, [33, 1, 6])]:
         query = torch.randn(len(lengths), heads, n, HEAD_DIM)
         keys = [torch.randn(1, kv_heads, length, HEAD_DIM) for length in lengths]
         values = [torch.randn(1, kv_heads, length, HEAD_DIM) for length in lengths]
-        views = SessionViews(keys, values, {})
+        views = SessionViews(keys, values, {}, mode)
         out, _ = session_attention(
             MODULE, query, views, views, None, scaling=0.3, sliding_window=window, softcap=softcap, position_ids=1
         )
@@ -58,3 +59,10 @@ def test_what_it_does_not_compute_is_refused() -> None:
         session_attention(MODULE, x, views, views, None, s_aux=torch.zeros(1))
     with pytest.raises(StageFailed, match="attention_mask"):
         session_attention(MODULE, x, views, views, torch.zeros(1))
+
+
+def test_the_mode_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention_mode() == "auto"
+    monkeypatch.setenv("SWARM_SERVE_ATTENTION", "flash")
+    with pytest.raises(LoadRefused, match="'flash'; allowed are auto, grouped, sdpa"):
+        attention_mode()

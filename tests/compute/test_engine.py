@@ -28,22 +28,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("engine") / "model", "llama", num_layers=4)
 
 
-@pytest.fixture
-def engines(checkpoint: Path, tmp_path: Path) -> list[TorchEngine]:
+@pytest.fixture(params=[True, False], ids=["lean", "generic"])
+def engines(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> list[TorchEngine]:
     torch.set_num_threads(1)
-    return [load_stage(spec) for spec in stage_specs(checkpoint, tmp_path / "s", 4, even_cuts(4, 2))]
+    specs = stage_specs(checkpoint, tmp_path / "s", 4, even_cuts(4, 2), lean=request.param)
+    engines = [load_stage(spec) for spec in specs]
+    assert all((engine.model.lean is not None) == request.param for engine in engines)
+    return engines
 
 
 class _FailOnce:
     """Breaks one layer's forward the next time it runs."""
 
     def __init__(self, engine: TorchEngine, layer: int) -> None:
-        module: Any = engine.model._base.layers[layer]
-        self._handle = module.register_forward_pre_hook(self._raise)
+        lean = engine.model.lean
+        self._blocks: Any = engine.model.base.layers if lean is None else lean.blocks
+        self._layer, self._block = layer, self._blocks[layer]
+        self._blocks[layer] = _Raises(self) if lean is None else self._raise
 
-    def _raise(self, *_: object) -> None:
-        self._handle.remove()
+    def _raise(self, *_: object, **__: object) -> None:
+        self._blocks[self._layer] = self._block
         raise RuntimeError("out of memory")
+
+
+class _Raises(torch.nn.Module):
+    """`_FailOnce` as transformers' forward calls a layer."""
+
+    def __init__(self, failure: _FailOnce) -> None:
+        super().__init__()
+        self._failure = failure
+
+    def forward(self, *_: object, **__: object) -> None:
+        self._failure._raise()
 
 
 def test_a_forward_that_failed_between_layers_is_undone_by_the_next_work(engines: list[TorchEngine]) -> None:

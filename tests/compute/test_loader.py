@@ -75,7 +75,7 @@ def test_tied_embeddings_are_held_once_by_a_lone_stage_and_by_both_ends_of_two(t
     checkpoint = make_tiny(tmp_path / "model", "llama", num_layers=LAYERS, tied=True)
     (one,) = stage_specs(checkpoint, tmp_path / "one", LAYERS, [0, LAYERS])
     model = load_stage(one).model
-    assert model._base.embed_tokens.weight is model._outer.lm_head.weight
+    assert model.base.embed_tokens.weight is model.outer.lm_head.weight
     for spec in stage_specs(checkpoint, tmp_path / "two", LAYERS, [0, 2, LAYERS]):
         assert "model.embed_tokens.weight" in load_stage(spec).model.parameters()
 
@@ -152,9 +152,9 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_layers_that_keep_their_state_elsewhere_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    (spec,) = stage_specs(checkpoint, tmp_path / "s", LAYERS, [0, LAYERS])
+    (spec,) = stage_specs(checkpoint, tmp_path / "s", LAYERS, [0, LAYERS], lean=False)
     engine = load_stage(spec)
-    engine.model._base.layers[1] = _NoAttention()
+    engine.model.base.layers[1] = _NoAttention()
     with pytest.raises(LoadRefused, match=r"of 4 layers \[0, 2, 3\] used the cache"):
         engine.probe()
 

@@ -97,6 +97,19 @@ def test_sessions_of_mixed_lengths_join_and_leave_one_batch(loaded: Loaded, pari
     assert all(engine.kv_tokens() == 0 for engine in chain.engines)
 
 
+def test_the_cases_run_on_the_decoder_they_are_meant_for(loaded: Loaded) -> None:
+    assert all(engine.model.lean is not None for engine in loaded.chain(2).engines)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_own_blocks_give_the_same(family: str, tmp_path: Path, parity: Parity) -> None:
+    loaded = Loaded(tmp_path, family, False, {})
+    chain = loaded.chain(3, lean=False)
+    assert all(engine.model.lean is None for engine in chain.engines)
+    for session, prompt in PROMPTS.items():
+        parity.check(chain.reply(session, prompt, NEW_TOKENS, 32), loaded.references[session])
+
+
 def test_a_seed_gives_the_same_tokens_whatever_the_stages_and_the_batch(tmp_path: Path) -> None:
     loaded = Loaded(tmp_path, "llama", False, {})
     sampling = Sampling(temperature=1.3, top_p=0.95, seed=7)

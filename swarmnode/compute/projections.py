@@ -1,0 +1,262 @@
+"""The matrix products of a lean block: dense, or over weights packed to eight or four bits by torch's CPU kernels.
+
+Packed kernels take bfloat16 rows and are made for few of them. From some row count on it is faster to unpack the whole
+weight to float32 and multiply; where that lies depends on the CPU and the shape, so it is measured at load
+(`crossover_rows`). The same holds for bfloat16 weights on CPUs without bfloat16 arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP = 32
+"""Weights that share a scale and a zero in four bits; also llama.cpp's block, so its Q4 files lose little here."""
+_LEVELS = 15
+_ROWS = (2, 4, 8, 16, 32, 64)
+_MEASURED_ELEMENTS = 1 << 18
+"""Smaller weights are not worth measuring: they take DEFAULT_ROWS."""
+_MEASURE_S = 0.5
+"""Per shape; a measurement that takes longer ends with what it knows."""
+DEFAULT_ROWS = 32
+CHUNK_ROWS = 128
+"""Weights are unpacked in multiples of this many output rows: whole blocks of every packed layout."""
+_CHUNK_ELEMENTS = 1 << 20
+"""4 MiB of float32 at a time: little beside any slice, and it stays in the CPU's cache."""
+
+
+class Projection(Protocol):
+    """x (…, in) → (…, out)."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def size_bytes(self) -> int: ...
+
+
+class DenseProjection:
+    """`linear` over a weight in the serving dtype; once `measure` was called, many bfloat16 rows on a CPU go through
+    float32 where that is faster."""
+
+    __slots__ = ("_bias", "_float_from", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._float_from = 1 << 62
+
+    def measure(self) -> None:
+        if self._weight.dtype == torch.bfloat16 and self._weight.device.type == "cpu":
+            self._float_from = crossover_rows(self._direct, self._through_float, self._weight.shape, "bfloat16")
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.numel() >= self._float_from * rows.shape[-1]:
+            return self._through_float(rows)
+        return self._direct(rows)
+
+    def size_bytes(self) -> int:
+        return self._weight.nbytes + (self._bias.nbytes if self._bias is not None else 0)
+
+    def _direct(self, rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows, self._weight, self._bias)
+
+    def _through_float(self, rows: torch.Tensor) -> torch.Tensor:
+        out = multiply_in_float(rows, self._weight.shape[0], lambda begin, end: self._weight[begin:end].float())
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class PackedProjection:
+    """What the packed kernels have in common: bfloat16 in and out, the bias added after, many rows through float32."""
+
+    __slots__ = ("_bias", "_out", "_unpack_from")
+    name = ""
+
+    def __init__(self, shape: torch.Size, bias: torch.Tensor | None) -> None:
+        self._out = shape[0]
+        self._bias = bias.clone() if bias is not None else None  # a view would keep the block's dense memory
+        self._unpack_from = crossover_rows(self._packed, self._unpacked, shape, self.name)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        out = (self._packed if flat.shape[0] < self._unpack_from else self._unpacked)(flat)
+        if self._bias is not None:
+            out = out + self._bias
+        return out.view(*rows.shape[:-1], self._out)
+
+    def _packed(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.multiply(rows.to(torch.bfloat16)).to(rows.dtype)
+
+    def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        return multiply_in_float(rows, self._out, self.unpack)
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """(rows, in) in bfloat16 through the packed kernel."""
+        raise NotImplementedError
+
+    def unpack(self, begin: int, end: int) -> torch.Tensor:
+        """Output rows begin … end-1 of the weight that the kernel multiplies by, in float32; `begin` is a multiple of
+        CHUNK_ROWS."""
+        raise NotImplementedError
+
+    def size_bytes(self) -> int:
+        raise NotImplementedError
+
+
+def multiply_in_float(rows: torch.Tensor, out: int, unpack: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    """rows · weightᵀ in float32, the weight unpacked a chunk of its rows at a time, so that little of it is held."""
+    inputs = rows.shape[-1]
+    step = max(CHUNK_ROWS, _CHUNK_ELEMENTS // inputs // CHUNK_ROWS * CHUNK_ROWS)
+    exact = rows.float()
+    result = torch.empty((*rows.shape[:-1], out), dtype=rows.dtype, device=rows.device)
+    for begin in range(0, out, step):
+        end = min(begin + step, out)
+        result[..., begin:end] = linear(exact, unpack(begin, end))
+    return result
+
+
+class Int8Projection(PackedProjection):
+    """One scale per output row, symmetric."""
+
+    __slots__ = ("_scales", "_weight")
+    name = "int8"
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._scales = quantize_int8(weight)
+        super().__init__(weight.shape, bias)
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int8pack_mm(rows, self._weight, self._scales)
+
+    def unpack(self, begin: int, end: int) -> torch.Tensor:
+        return self._weight[begin:end].float().mul_(self._scales[begin:end].float()[:, None])
+
+    def size_bytes(self) -> int:
+        return self._weight.nbytes + self._scales.nbytes
+
+
+class Int4Projection(PackedProjection):
+    """A scale and a zero per GROUP inputs of each output row, asymmetric."""
+
+    __slots__ = ("_in", "_scales_zeros", "_weight")
+    name = "int4-fast"
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        codes, self._scales_zeros = quantize_int4(weight)
+        self._in = weight.shape[1]
+        self._weight = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+        super().__init__(weight.shape, bias)
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int4pack_mm_for_cpu(rows, self._weight, GROUP, self._scales_zeros)
+
+    def unpack(self, begin: int, end: int) -> torch.Tensor:
+        codes = unpack_codes(self._weight[begin:end], self._in)
+        scales, zeros = self._scales_zeros[:, begin:end].float().transpose(0, 1).unbind(-1)
+        grouped = codes.view(end - begin, -1, GROUP).to(torch.float32)
+        return grouped.sub_(8).mul_(scales[..., None]).add_(zeros[..., None]).view(end - begin, self._in)
+
+    def size_bytes(self) -> int:
+        return self._weight.nbytes + self._scales_zeros.nbytes
+
+
+def packed(method: str, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProjection:
+    """`weight` by `method`; a shape that the 4-bit kernel does not take is served in 8 bits."""
+    if method == "int4-fast" and takes_int4(weight.shape[0], weight.shape[1]):
+        return Int4Projection(weight, bias)
+    return Int8Projection(weight, bias)
+
+
+def takes_int4(out: int, inputs: int) -> bool:
+    """Whole groups, whole blocks of rows, and a layout that can be read back."""
+    block = code_block_rows()
+    return inputs % GROUP == 0 and block is not None and out % block == 0
+
+
+def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, in) → codes and bfloat16 scales by row. Codes are rounded against the scale as stored."""
+    scales = (weight.abs().amax(1).float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    for begin in range(0, weight.shape[0], 4096):  # bounds what is held in float32
+        part = slice(begin, begin + 4096)
+        codes[part] = (weight[part].float() / scales[part].float()[:, None]).round_().clamp_(-127, 127)
+    return codes, scales
+
+
+def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, in) → int32 codes 0…15 and (in / GROUP, out, 2) bfloat16 scales and zeros: w ≈ (code - 8) * scale + zero.
+
+    Codes are rounded against scale and zero as stored, so that storing those in 16 bits costs nothing twice.
+    """
+    out, inputs = weight.shape
+    grouped = weight.float().view(out, inputs // GROUP, GROUP)
+    low, high = grouped.aminmax(dim=-1)
+    scales = ((high - low) / _LEVELS).clamp_(min=1e-8).to(torch.bfloat16)
+    zeros = (low + scales.float() * 8).to(torch.bfloat16)
+    codes = ((grouped - zeros.float()[..., None]) / scales.float()[..., None]).round_().add_(8).clamp_(0, _LEVELS)
+    return codes.to(torch.int32).view(out, inputs), torch.stack((scales, zeros), -1).transpose(0, 1).contiguous()
+
+
+def unpack_codes(stored: torch.Tensor, inputs: int) -> torch.Tensor:
+    """The (out, in) codes of a packed weight: blocks of rows, inputs outermost, row r with row r + block / 2 a byte."""
+    block = code_block_rows()
+    assert block is not None
+    pairs = stored.view(-1, inputs, block // 2)
+    return torch.cat((pairs & 15, pairs >> 4), -1).transpose(1, 2).reshape(-1, inputs)
+
+
+@functools.cache
+def code_block_rows() -> int | None:
+    """Rows per block in this CPU's layout (it follows the vector width), found by packing known codes; None where the
+    layout is another one."""
+    codes = torch.randint(0, 16, (128, GROUP), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    stored = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    for block in (16, 32, 64, 128):
+        pairs = stored.view(-1, GROUP, block // 2)
+        if torch.equal(torch.cat((pairs & 15, pairs >> 4), -1).transpose(1, 2).reshape(128, GROUP), codes):
+            return block
+    return None
+
+
+_measured: dict[tuple[str, int, int, int], int] = {}
+"""By method, shape and thread count: a model has four shapes, not thirty times four."""
+
+
+def crossover_rows(
+    few: Callable[[torch.Tensor], torch.Tensor],
+    many: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, ...],
+    name: str,
+) -> int:
+    """The row count from which `many` is the faster of two ways to multiply; measured once per shape."""
+    out, inputs = shape
+    if out * inputs < _MEASURED_ELEMENTS:
+        return DEFAULT_ROWS
+    key = (name, out, inputs, torch.get_num_threads())
+    if key not in _measured:
+        _measured[key] = _measure_crossover(few, many, inputs)
+    return _measured[key]
+
+
+def _measure_crossover(
+    few: Callable[[torch.Tensor], torch.Tensor], many: Callable[[torch.Tensor], torch.Tensor], inputs: int
+) -> int:
+    started = time.perf_counter()
+    few(torch.zeros((1, inputs), dtype=torch.bfloat16))
+    for rows in _ROWS:
+        probe = torch.zeros((rows, inputs), dtype=torch.bfloat16)
+        if min(_timed(many, probe), _timed(many, probe)) < min(_timed(few, probe), _timed(few, probe)):
+            return rows
+        if time.perf_counter() - started > _MEASURE_S:
+            break
+    return 2 * rows
+
+
+def _timed(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> float:
+    started = time.perf_counter()
+    way(rows)
+    return time.perf_counter() - started
