@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 READY_S = 30.0
 STOP_S = 8.0
 """A node ends itself within 5 s; beyond this it is killed."""
+POLL_S = 0.05
 ANY_PORT = "127.0.0.1:0"
 
 
@@ -142,6 +144,16 @@ class LocalSwarm:
             self.peers[name] = NodeProcess(arguments, self.environment)
         for name in names:
             self.peers[name].wait_for("joined")
+        self._wait_for_offers(*names)
+
+    def _wait_for_offers(self, *names: str) -> None:
+        """A peer that joined is used for loads from its first beat on, which says what it offers."""
+        deadline_s = time.monotonic() + READY_S
+        with closing(self.client()) as client:
+            while not set(names) <= _alive(client.get("/api/v1/nodes")):
+                if time.monotonic() > deadline_s:
+                    raise LoadFailed(f"not all of {', '.join(names)} said within {READY_S:.0f} s what they offer")
+                time.sleep(POLL_S)
 
     def client(self) -> ApiClient:
         """An administrator's calls, with the coordinator's own secret."""
@@ -163,3 +175,7 @@ class LocalSwarm:
         yield from self.peers.values()
         if self.coordinator is not None:
             yield self.coordinator
+
+
+def _alive(nodes: Mapping[str, Any]) -> set[str]:
+    return {peer["name"] for peer in nodes["peers"] if peer["state"] == "alive"}
