@@ -27,6 +27,7 @@ from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
+from swarmnode.roles.reports import Beat, ReadyStage, read_gauges, read_report
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
 
@@ -169,7 +170,7 @@ class Coordinator:
         self._driver.feed(Heard(identity.node, identity.boot))
         member = self.members.get(identity.node)
         if member is not None and member.boot == identity.boot:
-            member.beat = unpack_body(frame.body)
+            member.beat = read_report(Beat, frame)
 
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
         identity = hello.identity
@@ -246,10 +247,10 @@ class Coordinator:
         if stage is None:
             raise ProtocolError(f"{frame.kind} for ring {ring.ring}, which this node is not part of")
         if frame.kind == "gauges":
-            ring.gauges[stage] = unpack_body(frame.body)
+            ring.gauges[stage] = read_gauges(frame)
         else:
             if frame.kind == "stage_ready":
-                ring.pids[stage] = int(unpack_body(frame.body)["pid"])
+                ring.pids[stage] = read_report(ReadyStage, frame).pid
             ring.feed(_ring_input(stage, frame))
 
     def _take_reply(self, node: NodeId, frame: Frame) -> None:
@@ -265,8 +266,8 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
         case "progress":
             return Progress(stage, header["phase"], header["done"], header["total"])
         case "stage_ready":
-            body = unpack_body(frame.body)
-            return StageReady(stage, str(body["address"]), int(body["kv_tokens"]))
+            ready = read_report(ReadyStage, frame)
+            return StageReady(stage, ready.address, ready.kv_tokens)
         case "linked":
             return StageLinked(stage)
         case "probed":

@@ -124,7 +124,7 @@ class Gateway:
                 "state": coordinator.state(member.node).value if member.usable else NodeState.SUSPECT.value,
                 "address": member.identity.listen[0] if member.identity.listen else None,
                 "silence_s": round(coordinator.silence_s(member.node) or 0.0, 2),
-                **{key: member.beat.get(key) for key in ("memory_bytes", "device", "threads", "stages")},
+                **(member.beat.model_dump() if member.beat is not None else {}),
             }
             for member in coordinator.members.values()
         ]

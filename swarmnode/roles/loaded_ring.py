@@ -126,10 +126,11 @@ class LoadedRing:
 
     def open(self, request: RequestId, body: Mapping[str, Any]) -> RequestStream:
         """Send a request to the head; `close` it whatever happens."""
+        opened = Frame("open", {"request": request, "ring": self.ring}, pack_body(body))
         cancel = Frame("cancel", {"request": request})
         stream = RequestStream(request, lambda: self._post(self.head, cancel))
         self.requests[request] = stream
-        self._post(self.head, Frame("open", {"request": request, "ring": self.ring}, pack_body(body)))
+        self._post(self.head, opened)
         return stream
 
     def close(self, stream: RequestStream) -> None:

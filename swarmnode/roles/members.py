@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarmnode.cluster.placement import PeerResources
 from swarmnode.roles.outbox import Outbox
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     import trio
 
     from swarmnode.ids import BootId, NodeId
+    from swarmnode.roles.reports import Beat
     from swarmnode.wire.link import Identity
 
 
 @dataclass(slots=True)
 class Member:
-    """A peer with both its connections up or coming up. `beat` is the body of its last beat."""
+    """A peer with both its connections up or coming up. `beat` is its last one; before the first it is not usable."""
 
     identity: Identity
     scope: trio.CancelScope
     """Cancelling it closes the peer's requests connection, which makes it dial again."""
     outbox: Outbox = field(default_factory=Outbox)
-    beat: dict[str, Any] = field(default_factory=dict)
+    beat: Beat | None = None
 
     @property
     def node(self) -> NodeId:
@@ -36,13 +37,13 @@ class Member:
     @property
     def usable(self) -> bool:
         """It has said what it offers."""
-        return bool(self.beat)
+        return self.beat is not None
 
     def resources(self, busy_with: str | None) -> PeerResources:
         return PeerResources(
             node=self.node,
             name=self.identity.name,
-            memory_bytes=int(self.beat.get("memory_bytes", 0)),
+            memory_bytes=self.beat.memory_bytes if self.beat is not None else 0,
             busy_with=busy_with,
             capabilities=frozenset(self.identity.capabilities),
         )

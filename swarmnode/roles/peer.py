@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     ApiWatcher = Callable[[Frame | None, Address], None]
     """Hears where the API is (an `api` frame), or None once that is not known; and which coordinator was dialed."""
 
+RING_COMMANDS = frozenset({"open", "unload", "link", "probe_ring"})
+"""Frames of the coordinator that are about a ring held here (their table row makes `ring` a must)."""
 RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Waits between attempts to reach the coordinator; the last one repeats."""
 
@@ -155,13 +157,15 @@ class Peer:
             for head in (host for host in self._hosts.values() if host.spec.stage == 0):
                 head.take(frame)
             return
+        if frame.kind not in RING_COMMANDS:
+            raise ProtocolError(f"the coordinator sent {frame.kind}, which this version does not take; update it")
         host = self._hosts.get(frame.header["ring"])
         if host is None:
             self._answer_unknown(frame)
         elif frame.kind == "unload":
             host.unload()
         elif frame.kind == "link":
-            host.link(unpack_body(frame.body)["next"])
+            host.link(str(unpack_body(frame.body).get("next", "")))
         else:
             host.take(frame)
 

@@ -1,0 +1,85 @@
+"""What a peer reports of itself, checked once as it enters: beats, gauges, ready stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarmnode.errors import ProtocolError
+from swarmnode.wire.bodies import unpack_body
+
+if TYPE_CHECKING:
+    from swarmnode.wire.frames import Frame
+
+MAX_REPORT_BYTES = 64 << 10
+"""A beat with dozens of stages has a few KiB; a larger body is not walked on the coordinator's loop."""
+MAX_STAGES_HELD = 64
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""Exact in every JSON reader."""
+Name = Annotated[str, Field(max_length=128)]
+Gauges = Annotated[dict[Name, Count], Field(max_length=64)]
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class StageHeld(_Report):
+    """One stage on its peer."""
+
+    ring: Name
+    model: Name
+    stage: Count
+    phase: Name
+    pid: Count | None = None
+    gauges: Gauges = {}
+
+
+class Beat(_Report):
+    """What a peer offers and holds; sent every two seconds."""
+
+    memory_bytes: Count
+    device: Name
+    threads: Count
+    stages: list[StageHeld] = Field(max_length=MAX_STAGES_HELD)
+
+
+class ReadyStage(_Report):
+    """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine."""
+
+    address: Name
+    kv_tokens: Count
+    pid: Count
+
+
+class _GaugesReport(_Report):
+    gauges: Gauges
+
+
+Report = TypeVar("Report", bound=_Report)
+
+
+def read_report(shape: type[Report], frame: Frame) -> Report:
+    """The report in a frame's body; raises ProtocolError that names the field."""
+    return _validate(shape, _bounded_body(frame), frame.kind)
+
+
+def read_gauges(frame: Frame) -> dict[str, int]:
+    """Whole numbers by name, as a worker reports them."""
+    return _validate(_GaugesReport, {"gauges": _bounded_body(frame)}, frame.kind).gauges
+
+
+def _bounded_body(frame: Frame) -> dict[str, object]:
+    if len(frame.body) > MAX_REPORT_BYTES:
+        raise ProtocolError(f"a {frame.kind} has {len(frame.body)} bytes; allowed are {MAX_REPORT_BYTES}")
+    return unpack_body(frame.body)
+
+
+def _validate(shape: type[Report], values: dict[str, object], kind: str) -> Report:
+    try:
+        return shape.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProtocolError(f"a {kind} has {where}={first['input']!r:.80}: {first['msg']}") from error

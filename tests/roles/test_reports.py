@@ -1,0 +1,65 @@
+"""Reports of peers are checked as they enter: what does not fit is named, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from swarmnode.errors import ProtocolError
+from swarmnode.roles.reports import MAX_REPORT_BYTES, Beat, ReadyStage, read_gauges, read_report
+from swarmnode.wire.bodies import pack_body
+from swarmnode.wire.frames import Frame
+
+STAGE = {"ring": "r", "model": "m", "stage": 0, "phase": "ready", "pid": 7, "gauges": {"sessions": 1}}
+BEAT = {"memory_bytes": 1 << 30, "device": "cpu", "threads": 2, "stages": [STAGE]}
+READY = {"address": "127.0.0.1:7000", "kv_tokens": 4096, "pid": 7}
+
+
+def frame(kind: str, body: dict[str, Any]) -> Frame:
+    return Frame(kind, {}, pack_body(body))
+
+
+def test_a_beat_is_read_and_unknown_keys_are_left_out() -> None:
+    beat = read_report(Beat, frame("beat", {**BEAT, "later": 1}))
+    assert beat.memory_bytes == 1 << 30
+    assert beat.stages[0].gauges == {"sessions": 1}
+    assert not hasattr(beat, "later")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"memory_bytes": "6G"}, "memory_bytes"),
+        ({"memory_bytes": -1}, "memory_bytes"),
+        ({"memory_bytes": 1.5}, "memory_bytes"),
+        ({"memory_bytes": 1 << 60}, "memory_bytes"),
+        ({"device": b"cpu"}, "device"),
+        ({"device": "x" * 200}, "device"),
+        ({"stages": [STAGE] * 65}, "stages"),
+        ({"stages": [{**STAGE, "gauges": {"kv": math.nan}}]}, "gauges"),
+        ({"stages": [{**STAGE, "pid": "7"}]}, "pid"),
+    ],
+)
+def test_a_beat_that_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ProtocolError, match=named):
+        read_report(Beat, frame("beat", BEAT | change))
+
+
+def test_gauges_are_whole_numbers() -> None:
+    assert read_gauges(frame("gauges", {"kv_tokens": 3})) == {"kv_tokens": 3}
+    for wrong in (b"bytes", 0.5, None, [1], -1):
+        with pytest.raises(ProtocolError, match="kv_tokens"):
+            read_gauges(frame("gauges", {"kv_tokens": wrong}))
+
+
+def test_a_ready_stage_names_its_address() -> None:
+    assert read_report(ReadyStage, frame("stage_ready", READY)).address == "127.0.0.1:7000"
+    with pytest.raises(ProtocolError, match="address"):
+        read_report(ReadyStage, frame("stage_ready", {**READY, "address": None}))
+
+
+def test_a_huge_report_is_not_walked() -> None:
+    with pytest.raises(ProtocolError, match=str(MAX_REPORT_BYTES)):
+        read_report(Beat, Frame("beat", {}, b"\x80" * (MAX_REPORT_BYTES + 1)))
