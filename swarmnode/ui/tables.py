@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from swarmnode.ui import quantities
+from swarmnode.ui.fitted_table import FittedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,17 +38,17 @@ def models_table(answer: Mapping[str, Any]) -> RenderableType:
     models = answer.get("models") or []
     if not models:
         return Text(NO_MODELS)
-    table = _table("MODEL", "STATE", "PARAMETERS", ">LAYERS", ">SHARDS", "DTYPE", ">SIZE", ">CONTEXT")
+    table = FittedTable("MODEL", "STATE", "PARAMETERS", ">SIZE", "DTYPE?", ">CONTEXT?", ">LAYERS?", ">SHARDS?")
     for model in sorted(models, key=lambda model: str(model.get("id"))):
         table.add_row(
             _text(model.get("id")),
             _state(model.get("state")),
             quantities.parameters(model.get("parameters")),
+            quantities.size(model.get("size_bytes")),
+            _text(model.get("dtype")),
+            quantities.count(model.get("context_tokens")),
             quantities.count(model.get("layers")),
             quantities.count(model.get("num_stages")),
-            _text(model.get("dtype")),
-            quantities.size(model.get("size_bytes")),
-            quantities.count(model.get("context_tokens")),
         )
     return table
 
@@ -79,23 +78,25 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _nodes_table(answer: Mapping[str, Any]) -> Table:
-    table = _table("NODE", "ROLES", "STATE", "ADDRESS", "DEVICE", ">THREADS", ">MEMORY", ">STAGES", ">SILENT")
+def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
+    table = FittedTable("NODE", "STATE", "ROLES", ">MEMORY", ">STAGES", "ADDRESS?", "DEVICE?", ">SILENT?", ">THREADS?")
     coordinator = answer.get("coordinator")
-    nodes = [*([coordinator] if coordinator else []), *(answer.get("peers") or [])]
+    peers = answer.get("peers") or []
+    alone = coordinator and all(peer.get("node") != coordinator.get("node") for peer in peers)
+    nodes = [*([coordinator] if alone else []), *peers]
     for node in nodes:
         stages = node.get("stages")
         silence_s = node.get("silence_s")
         table.add_row(
             _text(node.get("name") or node.get("node")),
-            _text("+".join(node.get("roles") or []) or None),
             _state(node.get("state")),
-            _text(node.get("address")),
-            _text(node.get("device")),
-            quantities.count(node.get("threads")),
+            _text("+".join(node.get("roles") or []) or None),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),
+            _text(node.get("address")),
+            _text(node.get("device")),
             "-" if silence_s is None else f"{silence_s:.1f} s",
+            quantities.count(node.get("threads")),
         )
     return table
 
@@ -117,16 +118,16 @@ def _headline(status: Mapping[str, Any]) -> Text:
     return line.append(f"  {facts}" if facts else "", style="not bold")
 
 
-def _stages_table(stages: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(">STAGE", "PEER", "LAYERS", "PHASE", ">WEIGHTS", ">SESSIONS", ">KV TOKENS", ">KV")
+def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
+    table = FittedTable(">STAGE", "PEER", "LAYERS", "PHASE", ">SESSIONS", ">WEIGHTS?", ">KV TOKENS?", ">KV?")
     for stage in stages:
         table.add_row(
             quantities.count(stage.get("stage")),
             _text(stage.get("peer") or stage.get("node")),
             quantities.layers(stage.get("layers")),
             _phase(stage),
-            quantities.size(stage.get("weight_bytes")),
             quantities.count(stage.get("sessions")),
+            quantities.size(stage.get("weight_bytes")),
             quantities.count(stage.get("kv_tokens")),
             quantities.size(stage.get("kv_bytes")),
         )
@@ -149,14 +150,6 @@ def _coverage(stages: Sequence[Mapping[str, Any]]) -> Text:
         ready = stage.get("phase") == "ready"
         line.append(("#" if ready else ".") * (last - first + 1), style="green" if ready else "red")
     return line
-
-
-def _table(*columns: str) -> Table:
-    """Left-aligned columns; a leading `>` aligns a column to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
-    return table
 
 
 def _state(state: object) -> Text:

@@ -100,10 +100,10 @@ def test_models() -> None:
     }
     lines = shown(models_table(answer)).splitlines()
     assert [line.split() for line in lines] == [
-        ["MODEL", "STATE", "PARAMETERS", "LAYERS", "SHARDS", "DTYPE", "SIZE", "CONTEXT"],
+        ["MODEL", "STATE", "PARAMETERS", "SIZE", "DTYPE", "CONTEXT", "LAYERS", "SHARDS"],
         [lines[1].strip()],
         ["big", "available", "14.8B", "-", "-", "-", "-", "-"],
-        ["smollm2-135m-instruct", "ready", "135M", "30", "1", "float32", "513", "MiB", "2,048"],
+        ["smollm2-135m-instruct", "ready", "135M", "513", "MiB", "float32", "2,048", "30", "1"],
     ]
 
 
@@ -114,13 +114,28 @@ def test_no_models() -> None:
 def test_ps() -> None:
     text = shown(ps_view(NODES))
     rows = [line.split() for line in text.splitlines()]
-    assert ["desk", "coordinator", "alive", "-", "-", "-", "-", "-", "-"] in rows
-    assert ["pc-1", "peer", "alive", "127.0.0.1:7702", "cpu", "2", "6.0", "GiB", "1", "0.4", "s"] in rows
-    assert ["n2", "-", "suspect", "-", "-", "-", "-", "-", "3.0", "s"] in rows
-    assert ["0", "pc-1", "0-14", "ready", "150", "MiB", "2", "1,234", "3.0", "MiB"] in rows
-    assert ["1", "pc-2", "15-29", "fetching", "43%", "148", "MiB", "0", "0", "0", "B"] in rows
+    assert ["desk", "alive", "coordinator", "-", "-", "-", "-", "-", "-"] in rows
+    assert ["pc-1", "alive", "peer", "6.0", "GiB", "1", "127.0.0.1:7702", "cpu", "0.4", "s", "2"] in rows
+    assert ["n2", "suspect", "-", "-", "-", "-", "-", "3.0", "s", "-"] in rows
+    assert ["0", "pc-1", "0-14", "ready", "2", "150", "MiB", "1,234", "3.0", "MiB"] in rows
+    assert ["1", "pc-2", "15-29", "fetching", "43%", "0", "148", "MiB", "0", "0", "B"] in rows
     assert ["layers", "#" * 15 + "." * 15] in rows
     assert "smollm2-135m-instruct loading  bfloat16 · 3 requests · 2 running, 1 waiting · KV 1,500 of 8,192" in text
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_narrow_terminal_loses_columns_not_letters(width: int) -> None:
+    text = shown(ps_view(NODES), width=width)
+    assert "…" not in text
+    assert all(len(line) <= width for line in text.splitlines())
+    assert {"NODE", "STATE", "MEMORY"} <= set(text.split())
+    assert "THREADS" not in text
+
+
+def test_a_coordinator_that_is_also_a_peer_is_one_line() -> None:
+    me = {"node": "n1", "name": "both", "roles": ["coordinator", "peer"], "state": "alive"}
+    text = shown(ps_view({"coordinator": me, "peers": [{**me, "memory_bytes": 1 << 30}], "rings": []}))
+    assert text.count("both") == 1
 
 
 def test_ps_without_rings() -> None:
