@@ -11,6 +11,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+UNBOUNDED = 10_000
+
 
 class FittedTable:
     """Columns by title: a leading `>` aligns right, a trailing `?` may be left out (the last such column first)."""
@@ -28,7 +30,8 @@ class FittedTable:
         droppable = [index for index, title in enumerate(self._columns) if title.endswith("?")]
         shown = list(range(len(self._columns)))
         table = self._table(shown)
-        while droppable and Measurement.get(console, options, table).maximum > options.max_width:
+        unbounded = options.update(max_width=UNBOUNDED)  # else a table says it fits whatever there is
+        while droppable and Measurement.get(console, unbounded, table).maximum > options.max_width:
             shown.remove(droppable.pop())
             table = self._table(shown)
         yield table

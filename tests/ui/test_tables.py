@@ -128,7 +128,7 @@ def test_a_narrow_terminal_loses_columns_not_letters(width: int) -> None:
     text = shown(ps_view(NODES), width=width)
     assert "…" not in text
     assert all(len(line) <= width for line in text.splitlines())
-    assert {"NODE", "STATE", "MEMORY"} <= set(text.split())
+    assert {"NODE", "STATE", "MEMORY", "alive", "PEER", "fetching"} <= set(text.split())
     assert "THREADS" not in text
 
 
