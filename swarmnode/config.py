@@ -39,6 +39,15 @@ def _at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def _one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
 def _switch(text: str) -> bool:
     switches = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in switches:
@@ -108,6 +117,13 @@ VARIABLES: tuple[Variable, ...] = (
         _at_least(0),
     ),
     Variable(
+        "SWARM_SERVE_SCHEDULE",
+        "cost",
+        "coordinator",
+        "how sessions are grouped: cost (by what steps cost on these cards and links) or source (fixed rules)",
+        _one_of("cost", "source"),
+    ),
+    Variable(
         "SWARM_SERVE_PREFILL_CHUNK",
         "256",
         "peer",
@@ -157,6 +173,7 @@ class Settings:
     typical_tokens: int
     context_tokens: int
     max_batch: int
+    schedule: str
     prefill_chunk: int
     require_api_token: bool
     api_tokens_file: Path
@@ -181,6 +198,7 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         typical_tokens=_as(int, values.get("SWARM_SERVE_TYPICAL_TOKENS"), 1024),
         context_tokens=_as(int, values.get("SWARM_SERVE_CONTEXT_TOKENS"), 4096),
         max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
+        schedule=_as(str, values.get("SWARM_SERVE_SCHEDULE"), "cost"),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
         require_api_token=_as(bool, values.get("SWARM_REQUIRE_API_TOKEN"), False),
         api_tokens_file=_as(Path, values.get("SWARM_API_TOKENS_FILE"), base / "api_tokens.json"),

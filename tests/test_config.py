@@ -8,6 +8,7 @@ import pytest
 
 from swarmnode.config import VARIABLES, explain, read_settings
 from swarmnode.errors import InvalidRequest
+from swarmnode.ring.head_config import SCHEDULES
 
 NAMES = [variable.name for variable in VARIABLES]
 NUMBERS = [name for name in NAMES if name.startswith("SWARM_SERVE_")]
@@ -29,6 +30,7 @@ def test_the_defaults_are_what_the_table_says(tmp_path: Path) -> None:
     assert settings.context_tokens == int(table["SWARM_SERVE_CONTEXT_TOKENS"])
     assert settings.max_batch == int(table["SWARM_SERVE_MAX_BATCH"])
     assert settings.prefill_chunk == int(table["SWARM_SERVE_PREFILL_CHUNK"])
+    assert settings.schedule == table["SWARM_SERVE_SCHEDULE"]
     assert settings.in_flight is None
     assert settings.max_in_flight is None
     assert str(settings.models_root) == table["SWARM_SERVABLE_MODELS_ROOT"].replace("$SWARM_DATA_DIR", str(tmp_path))
@@ -48,6 +50,7 @@ def test_the_defaults_are_what_the_table_says(tmp_path: Path) -> None:
         ("SWARM_SERVE_CONTEXT_TOKENS", "128", "context_tokens", 128),
         ("SWARM_SERVE_MAX_BATCH", "1", "max_batch", 1),
         ("SWARM_SERVE_PREFILL_CHUNK", "0", "prefill_chunk", 0),
+        ("SWARM_SERVE_SCHEDULE", "source", "schedule", "source"),
     ],
 )
 def test_every_variable_is_read(name: str, text: str, field: str, value: object) -> None:
@@ -93,3 +96,10 @@ def test_explain_shows_every_variable_and_where_its_value_is_from(monkeypatch: p
     assert list(rows) == NAMES
     assert (rows["SWARM_SERVE_MAX_BATCH"]["value"], rows["SWARM_SERVE_MAX_BATCH"]["source"]) == ("3", "environment")
     assert {row["source"] for name, row in rows.items() if name != "SWARM_SERVE_MAX_BATCH"} == {"default"}
+
+
+def test_a_schedule_is_one_the_ring_knows() -> None:
+    for schedule in SCHEDULES:
+        assert read_settings(environ={"SWARM_SERVE_SCHEDULE": schedule}).schedule == schedule
+    with pytest.raises(InvalidRequest, match="SWARM_SERVE_SCHEDULE='fast': must be one of cost, source"):
+        read_settings(environ={"SWARM_SERVE_SCHEDULE": "fast"})

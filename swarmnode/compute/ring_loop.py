@@ -9,6 +9,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swarmnode.compute.step_stats import StepStats
 from swarmnode.errors import SwarmError
 from swarmnode.ring.work import Activation, Failure, GroupWork, WorkResult
 
@@ -69,6 +70,7 @@ class RingLoop:
         send: Callable[[Envelope], None],
         drain_events: Callable[[], None],
         report: Callable[[Mapping[str, int]], None],
+        stage: int = 0,
     ) -> None:
         self.inbox = Inbox()
         self._machine = machine
@@ -76,6 +78,7 @@ class RingLoop:
         self._send = send
         self._drain_events = drain_events
         self._report = report
+        self._stats = StepStats(stage)
         self._reported: Mapping[str, int] = {}
         self._reported_s = 0.0
 
@@ -90,15 +93,23 @@ class RingLoop:
             self._flush()  # a frame that was refused instead of run has freed a session and sent its failure
             if work is None:
                 self._report_gauges(idle=True)
+                idle_s = time.monotonic()
                 if not self._take_inputs(wait=True):
                     return
+                self._stats.waited(time.monotonic() - idle_s)
                 continue
             result = run_work(self._engine, work)
+            self._log_stats(work, result)
             self._machine.complete(work, result, time.monotonic())
             self._flush()
             self._report_gauges(idle=False)
             if not self._take_inputs(wait=False):
                 return
+
+    def _log_stats(self, work: Work, result: WorkResult) -> None:
+        line = self._stats.ran(len(work.rows) if isinstance(work, GroupWork) else 0, result.compute_ms)
+        if line is not None:
+            print(line, file=sys.stderr, flush=True)
 
     def _take_inputs(self, *, wait: bool) -> bool:
         """Hand everything queued to the machine; with `wait`, block for the first input or the machine's timer."""

@@ -101,6 +101,7 @@ class Worker:
             stage.engine,
             send=lambda envelope: self._post(_envelope_frame(envelope)),
             drain_events=lambda: _hand_over(machine, text, self._post),
+            stage=spec.stage,
             report=lambda gauges: self._post(Frame("stats", {}, pack_body(dict(gauges)))),
         )
         if stage.pipeline is not None:
@@ -230,6 +231,7 @@ def make_machine(spec: WorkerSpec) -> Head | Stage:
             eos_token_ids=frozenset(spec.eos_token_ids),
             prefill_chunk=piece_tokens(spec),
             max_group=spec.max_group,
+            schedule=spec.schedule,
             typical_tokens=spec.typical_tokens,
         )
     )

@@ -41,6 +41,7 @@ class WorkerSpec:
     max_waiting: int
     prefill_chunk: int
     max_group: int
+    schedule: str
     typical_tokens: int
     memory_bytes: int = 0
 

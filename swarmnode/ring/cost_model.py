@@ -133,7 +133,11 @@ class CostModel:
         return min(self._transfer_ms, default=0.0)
 
     def group_ms(self, rows: int) -> list[float]:
-        """Each stage's cost of a group, at best."""
+        """Each stage's cost of a group."""
+        return [table.between(rows) or 0.0 for table in self._groups]
+
+    def group_ms_at_best(self, rows: int) -> list[float]:
+        """The least it may turn out to be where it never ran."""
         return [table.at_best(rows) or 0.0 for table in self._groups]
 
     def piece_ms(self, positions: int) -> list[float] | None:

@@ -17,6 +17,8 @@ PLAN_STEPS = 16
 """Group steps after which a plan is held against newer costs."""
 BETTER = 0.98
 """A running plan gives way to one whose cycle is this much shorter: every change costs about one cycle."""
+WORTH_A_TRY = 0.95
+"""Sizes that never ran are tried where they could shorten the cycle by this much; a few steps then tell."""
 PIECE_SIZES = (256, 128, 64, 32)
 PIECE_MS = 500.0
 """A piece that decode steps wait behind may cost this, or `PIECE_STEPS` of them where those are slow."""
@@ -59,6 +61,9 @@ class CostSchedule:
     def _renewed(self, sessions: int, running: Partition | None) -> Partition:
         costs, cap = self._costs, self._config.max_group
         best = best_partition(sessions, costs.group_ms, costs.road_ms, cap)
+        hoped = best_partition(sessions, costs.group_ms_at_best, costs.road_ms, cap)
+        if hoped.cycle_ms < best.cycle_ms * WORTH_A_TRY:
+            return hoped
         if running is None:
             return best
         kept = running.at_costs(costs.group_ms, costs.road_ms)

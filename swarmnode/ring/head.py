@@ -7,7 +7,6 @@ engine. A ring of one stage hands its answers to itself: the engine's result alr
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,6 @@ class Head:
         self._sessions: dict[SessionId, Session] = {}
         self._by_request: dict[RequestId, Session] = {}
         self._prefilling: deque[Session] = deque()
-        self._piece_ended_s = -math.inf
         self._next_id = 1
         self._next_group_id = 1
         self._bytes_per_position = 0
@@ -186,9 +184,9 @@ class Head:
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """What stage 0 computes next: a piece, unless a decode step waits that has waited for one already."""
+        """What stage 0 computes next: between two pieces every session that is ready gets one step."""
         chosen = self._pass()
-        if any(session.delayed for session in self._ready()):
+        if any(not session.stepped for session in self._ready()):
             return self._next_group(chosen, now) or self._next_piece(chosen, now)
         return self._next_piece(chosen, now) or self._next_group(chosen, now)
 
@@ -215,8 +213,8 @@ class Head:
         work = session.take_piece(n, now)
         if not work.last:
             self._prefilling.append(session)
-        for waiting in self._ready():
-            waiting.delayed = True
+        for other in self._sessions.values():
+            other.stepped = False
         return work
 
     def _next_group(self, chosen: Pass, now: float) -> GroupWork | None:
@@ -237,7 +235,6 @@ class Head:
                 self._refuse(session, failure.code, failure.message, now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
-            self._piece_ended_s = now
             if session := self._alive(work.session):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
@@ -331,7 +328,6 @@ class Head:
     def _take_token(self, session: Session, token: int, now: float) -> None:
         session.generated += 1
         session.last_token = token
-        session.delayed = now < self._piece_ended_s
         session.ready_s = session.progress_s = now
         self._events.append(Sampled(session.request, token))
         if token in self.config.eos_token_ids:

@@ -6,7 +6,6 @@ were still under way are skipped until `End` came on both lanes; the last stage 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -48,8 +47,6 @@ class _Queued:
     message: Piece | Group
     arrived_s: float
     started_s: float = 0.0
-    delayed: bool = False
-    """A group that has waited for a prompt piece here: it goes before any other piece."""
     ended: set[SessionId] = field(default_factory=set)
     """Sessions that ended while this stood in the queue: their floor may be gone before its turn comes."""
 
@@ -65,14 +62,15 @@ class Stage:
         self._groups: deque[_Queued] = deque()
         self._pieces: deque[_Queued] = deque()
         self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
-        self._piece_ended_s = -math.inf
+        self._stepped: set[SessionId] = set()
+        """Sessions that had a decode step here since the last piece began."""
         self._outgoing: list[Envelope] = []
         self._freed: list[SessionId] = []
 
     def receive(self, envelope: Envelope, now: float) -> None:
         match envelope.message:
             case Group() as message:
-                self._groups.append(_Queued(message, now, delayed=now < self._piece_ended_s))
+                self._groups.append(_Queued(message, now))
             case Piece() as message:
                 self._pieces.append(_Queued(message, now))
             case End(session=session):
@@ -107,17 +105,25 @@ class Stage:
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """A piece, unless a group waits that has waited for one already; so a step waits for one piece at most."""
+        """Between two pieces every session that waits gets one step; so a step waits for one piece at most."""
         while self._groups or self._pieces:
-            take_piece = bool(self._pieces) and not any(group.delayed for group in self._groups)
+            take_piece = bool(self._pieces) and all(self._had_its_step(queued.message) for queued in self._groups)
             queued = self._pieces.popleft() if take_piece else self._groups.popleft()
             queued.started_s = now
             work = self._admit(queued)
             if work is not None:
-                for group in self._groups if take_piece else ():
-                    group.delayed = True
+                self._note(work)
                 return work
         return None
+
+    def _had_its_step(self, message: Piece | Group) -> bool:
+        return isinstance(message, Group) and all(row.session in self._stepped for row in message.rows)
+
+    def _note(self, work: Work) -> None:
+        if isinstance(work, PieceWork):
+            self._stepped.clear()
+        else:
+            self._stepped.update(row.session for row in work.rows)
 
     def _admit(self, queued: _Queued) -> Work | None:
         message = queued.message
@@ -168,7 +174,6 @@ class Stage:
         compute_ms = (*message.compute_ms, result.compute_ms)
         queue_ms = message.queue_ms + (queued.started_s - queued.arrived_s) * 1e3
         if isinstance(message, Piece):
-            self._piece_ended_s = now
             if message.session in self._held and message.session not in result.failed:
                 self._piece_computed(message, result, compute_ms, queue_ms)
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.catalog.manifest import FileEntry
 from swarmnode.errors import ProtocolError
 from swarmnode.ids import ModelId, NodeId, RingId, parse_model_id
+from swarmnode.ring.head_config import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +50,7 @@ class LoadSpec:
     max_in_flight: int
     max_waiting: int
     max_group: int
+    schedule: str
     typical_tokens: int
 
     def header(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class LoadSpec:
             "files": [entry.model_dump() for entry in self.files],
             "scripted": self.scripted,
             "dtype": self.dtype,
+            "schedule": self.schedule,
             "eos_token_ids": list(self.eos_token_ids),
             **{name: getattr(self, name) for name in _INTS},
         }
@@ -79,6 +82,7 @@ class LoadSpec:
                 files=tuple(FileEntry.model_validate(entry) for entry in body["files"]),
                 scripted=body["scripted"] is True,
                 dtype=str(body["dtype"]),
+                schedule=_schedule(body),
                 eos_token_ids=tuple(int(token) for token in body["eos_token_ids"]),
                 **numbers,
             )
@@ -91,6 +95,13 @@ def _nodes(body: Mapping[str, Any], num_stages: int) -> tuple[NodeId, ...]:
     if not isinstance(nodes, list) or len(nodes) != num_stages or not all(isinstance(node, str) for node in nodes):
         raise ValueError(f"nodes is not a list of {num_stages} node ids")
     return tuple(NodeId(node) for node in nodes)
+
+
+def _schedule(body: Mapping[str, Any]) -> str:
+    schedule = body["schedule"]
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r:.80} is not one of {', '.join(SCHEDULES)}")
+    return str(schedule)
 
 
 def _int(body: Mapping[str, Any], name: str) -> int:

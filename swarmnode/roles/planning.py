@@ -112,6 +112,7 @@ def plan_ring(
             max_in_flight=min(plan.max_in_flight, settings.max_in_flight or plan.max_in_flight),
             max_waiting=_waiting_room(plan, settings),
             max_group=settings.max_batch,
+            schedule=settings.schedule,
             typical_tokens=settings.typical_tokens,
         )
         for index, stage in enumerate(plan.stages)

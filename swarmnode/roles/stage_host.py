@@ -168,6 +168,7 @@ class StageHost:
             max_waiting=spec.max_waiting,
             prefill_chunk=self._context.settings.prefill_chunk,
             max_group=spec.max_group,
+            schedule=spec.schedule,
             typical_tokens=spec.typical_tokens,
             memory_bytes=self._resources.memory_bytes,
         )

@@ -49,6 +49,7 @@ def head_spec(folder: Path, **settings: Any) -> WorkerSpec:
         "max_waiting": 2,
         "prefill_chunk": 256,
         "max_group": 0,
+        "schedule": "cost",
         "typical_tokens": 16,
     }
     return WorkerSpec(**{**known, **settings})

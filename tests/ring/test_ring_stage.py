@@ -243,20 +243,18 @@ def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], tak
     assert not set(caches) & set(stage._floors)
 
 
-def test_a_group_waits_for_one_piece_at_most() -> None:
-    """Whatever queues up while a piece runs goes before the next piece; so does what waited from before."""
-    stage = Stage(1, 2)
-    run(stage, piece(ONE, 0, 1))
-    order = ""
+def test_between_two_pieces_every_waiting_session_gets_one_step_and_no_more() -> None:
+    stage, three = Stage(1, 2), SessionId(3)
+    run(stage, piece(ONE, 0, 1), piece(three, 0, 1))
     for i in range(4):
-        stage.receive(Envelope("pre", piece(TWO, i, 1)), 2.0 * i)
-    for i in range(2):
-        stage.receive(Envelope("act", group((ONE, 0, 1 + i))), 0.0)
-    now, during = 0.0, iter(range(3, 5))
-    while (work := stage.next_work(now)) is not None:
-        order += "g" if isinstance(work, GroupWork) else "p"
-        stage.complete(work, WorkResult(tokens=(7,)), now + 1)
-        if order.endswith("p") and (pos := next(during, None)) is not None:
-            stage.receive(Envelope("act", group((ONE, 0, pos))), now + 0.5)
-        now += 1
-    assert order == "pgggpgpp"
+        stage.receive(Envelope("pre", piece(TWO, i, 1)), 0.0)
+    stage.receive(Envelope("act", group((ONE, 0, 1))), 0.0)
+    stage.receive(Envelope("act", group((three, 0, 1))), 0.0)
+    order, pos = "", 2
+    while (work := stage.next_work(0.0)) is not None:
+        order += "p" if isinstance(work, PieceWork) else str(work.rows[0].session)
+        if order.endswith("1") and pos < 5:  # its next step is there at once: a ring of no distance
+            stage.receive(Envelope("act", group((ONE, 0, pos))), 0.0)
+            pos += 1
+        stage.complete(work, WorkResult(tokens=(7,)), 0.0)
+    assert order == "13p1p1p1p"

@@ -88,7 +88,13 @@ def identity(name: str) -> Identity:
 def spec(files: tuple[FileEntry, ...]) -> LoadSpec:
     numbers = {"num_stages": 1, "first_layer": 0, "end_layer": 4, "num_layers": 4, "max_group": 0}
     numbers |= {"context_tokens": 512, "kv_tokens": 4096, "typical_tokens": 64, "max_in_flight": 4, "max_waiting": 4}
-    body = {"model": "scripted", "files": [f.model_dump() for f in files], "scripted": True, "dtype": "float32"}
+    body = {
+        "model": "scripted",
+        "files": [f.model_dump() for f in files],
+        "scripted": True,
+        "dtype": "float32",
+        "schedule": "cost",
+    }
     body |= {"eos_token_ids": [0], "nodes": ["attic"], **numbers}
     return LoadSpec.read({"ring": RingId("r"), "epoch": [1, 0], "stage": 0}, body)
 

@@ -109,9 +109,10 @@ def test_r6_a_peer_holds_what_the_setting_says_served_or_waiting(
 
 
 def test_settings_reach_the_head(settings: Settings) -> None:
-    changed = replace(settings, in_flight=3, typical_tokens=99, max_batch=2)
+    changed = replace(settings, in_flight=3, typical_tokens=99, max_batch=2, schedule="source")
     head = plan(LoadOptions(), changed).specs[0]
     assert (head.max_in_flight, head.typical_tokens, head.max_group) == (3, 99, 2)
+    assert head.schedule == "source"
 
 
 @pytest.mark.parametrize(

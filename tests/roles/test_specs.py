@@ -33,6 +33,7 @@ LOAD = LoadSpec(
     max_in_flight=8,
     max_waiting=8,
     max_group=0,
+    schedule="cost",
     typical_tokens=1024,
 )
 WORKER = WorkerSpec(
@@ -56,6 +57,7 @@ WORKER = WorkerSpec(
     max_waiting=8,
     prefill_chunk=256,
     max_group=0,
+    schedule="cost",
     typical_tokens=1024,
 )
 
@@ -94,6 +96,8 @@ def test_a_load_that_lacks_something_names_it(name: str) -> None:
         ("files", 5),
         ("eos_token_ids", ["two"]),
         ("eos_token_ids", None),
+        ("schedule", "fastest"),
+        ("schedule", 1),
     ],
 )
 def test_a_load_with_something_odd_is_refused(name: str, value: object) -> None:

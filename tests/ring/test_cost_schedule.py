@@ -1,0 +1,97 @@
+"""B6, P2: which group and which piece the cost schedule sends, by what is ready and what is under way."""
+
+from __future__ import annotations
+
+import pytest
+from ring_world import head_config
+
+from swarmnode.ring.cost_model import CostModel, StageCosts
+from swarmnode.ring.cost_schedule import PIECE_BYTES_IN_FLIGHT, CostSchedule
+from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
+
+BATCHES_WELL = {1: 100.0, 2: 101.0, 4: 103.0, 8: 107.0}
+
+
+def schedule(
+    group_ms: dict[int, float] | None = None, piece_ms: dict[int, float] | None = None, **changes: object
+) -> Schedule:
+    costs = CostModel(2)
+    for stage in range(2):
+        costs.start(stage, StageCosts(group_ms or BATCHES_WELL, piece_ms or {}))
+    costs.observe_road(20.0)
+    return CostSchedule(head_config(2, prefill_chunk=256, **changes), costs)
+
+
+def test_without_costs_the_sources_rules_hold() -> None:
+    config = head_config(2)
+    ours, theirs = CostSchedule(config, CostModel(2)), SourceSchedule(config)
+    for now in (Pass(5), Pass(1, (3, 2)), Pass(7, (1,))):
+        assert ours.group_rows(now) == theirs.group_rows(now)
+
+
+@pytest.mark.parametrize(
+    ("ready", "in_flight", "rows"),
+    [
+        pytest.param(8, (), 4, id="the first of two fours"),
+        pytest.param(4, (4,), 4, id="the second"),
+        pytest.param(3, (4,), 3, id="who leaves is not waited for"),
+        pytest.param(1, (3, 4), 0, id="both groups under way: the newcomer joins the next that returns"),
+        pytest.param(7, (1,), 4, id="a lone one in flight stands for a group"),
+        pytest.param(1, (), 1, id="a lone user never waits"),
+    ],
+)
+def test_a_group_is_what_the_plan_lacks(ready: int, in_flight: tuple[int, ...], rows: int) -> None:
+    assert schedule().group_rows(Pass(ready, in_flight)) == rows
+
+
+def test_a_cap_is_kept() -> None:
+    assert schedule(max_group=2).group_rows(Pass(8)) == 2
+
+
+PIECES = {32: 100.0, 64: 180.0, 128: 350.0, 256: 700.0}
+
+
+@pytest.mark.parametrize(
+    ("decoding", "factor", "positions"),
+    [
+        pytest.param(0, 1.0, 256, id="nobody decodes: the whole chunk"),
+        pytest.param(1, 1.0, 128, id="the largest that costs no more than 500 ms"),
+        pytest.param(1, 0.5, 256, id="a fast card"),
+        pytest.param(1, 9.0, 32, id="nothing fits: the smallest"),
+    ],
+)
+def test_p2_pieces_are_as_large_as_those_who_decode_can_bear(decoding: int, factor: float, positions: int) -> None:
+    costs = {n: ms * factor for n, ms in PIECES.items()}
+    assert schedule(piece_ms=costs).piece_positions(Pass(0, (1,) * decoding), 2000) == positions
+
+
+def test_p2_slow_steps_bear_pieces_of_three_of_them() -> None:
+    slow = {1: 240.0, 2: 260.0, 4: 300.0, 8: 400.0}
+    assert schedule(slow, PIECES).piece_positions(Pass(0, (1,)), 2000) == 256
+
+
+def test_p2_a_piece_of_unknown_cost_is_small_while_somebody_decodes() -> None:
+    assert schedule().piece_positions(Pass(0, (1,)), 2000) == 32
+    assert schedule().piece_positions(Pass(0), 2000) == 256
+
+
+def test_p2_the_rest_of_a_prompt_is_one_piece() -> None:
+    assert schedule(piece_ms=PIECES).piece_positions(Pass(0), 7) == 7
+
+
+def test_p2_pieces_in_flight_fill_the_way_and_no_more() -> None:
+    """Two stages of 700 ms, 20 ms of road: three under way keep both busy with one to spare."""
+    ours = schedule(piece_ms=PIECES)
+    sent = [n for n in range(9) if ours.piece_positions(Pass(0, (), n, 256 * n), 2000)]
+    assert sent == [0, 1, 2, 3]
+
+
+def test_p2_pieces_in_flight_are_bounded_by_bytes() -> None:
+    ours = schedule(piece_ms=PIECES)
+    heavy = PIECE_BYTES_IN_FLIGHT // 256
+    assert ours.piece_positions(Pass(0, (), 1, 256, heavy), 2000) == 256  # two at least, or nothing overlaps
+    assert ours.piece_positions(Pass(0, (), 2, 512, heavy), 2000) == 0
+
+
+def test_a_whole_prompt_is_sent_where_the_chunk_says_so() -> None:
+    assert CostSchedule(head_config(2, prefill_chunk=0), CostModel(2)).piece_positions(Pass(0, (1,)), 999) == 999

@@ -1,0 +1,126 @@
+"""The promised figures of the studies. Virtual time: they are exact, and the same on every machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sims.__main__ import main
+from sims.scenarios import jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios.two_pcs import TwoPcs
+
+SAME = 1e-3
+"""Two runs at the same limit differ by the phase their windows cut them in."""
+
+
+@pytest.mark.parametrize("case", two_pcs.SOURCE_FIGURES)
+def test_two_pcs_the_sources_figures_come_out_within_a_tenth(case: str) -> None:
+    measured = float(case.split(":")[0])
+    assert two_pcs.run(two_pcs.SOURCE_FIGURES[case])["tokens_per_s"] == pytest.approx(measured, rel=0.1)
+
+
+def test_two_pcs_eight_users_without_host_time() -> None:
+    report = two_pcs.run(TwoPcs())
+    assert report["bound_tokens_per_s"] == pytest.approx(15.1, abs=0.05)
+    assert report["tokens_per_s"] == pytest.approx(15.119, abs=0.01)
+    assert report["itl_p99_ms"] == pytest.approx(529.1, abs=0.1)
+
+
+@pytest.mark.parametrize(("users", "rtt_ms"), [(1, 60), (2, 0), (4, 60), (6, 200), (8, 21), (16, 100)])
+def test_two_pcs_costs_reach_the_bound_and_never_less_than_the_sources_rules(users: int, rtt_ms: float) -> None:
+    """A part of `python -m sims two-pcs --grid`."""
+    cost = two_pcs.run(TwoPcs(users=users, rtt_ms=rtt_ms))
+    uneven = two_pcs.run(TwoPcs(users=users, rtt_ms=rtt_ms, jitter=0.1))
+    source = two_pcs.run(TwoPcs(users=users, rtt_ms=rtt_ms, schedule="source"))
+    assert cost["ratio"] >= 0.98
+    assert uneven["ratio"] >= 0.95
+    assert cost["ratio"] >= source["ratio"] - SAME
+
+
+@pytest.mark.parametrize("rtt_ms", [0, 200])
+def test_a_lone_user_pays_compute_and_one_trip_and_nothing_else(rtt_ms: float) -> None:
+    assert two_pcs.run(TwoPcs(users=1, rtt_ms=rtt_ms))["itl_p99_ms"] == pytest.approx(112 + 120 + rtt_ms, abs=0.1)
+
+
+def test_costs_that_jump_between_the_measured_rows_are_found_out() -> None:
+    """Rows not split: 4 cost 671 ms, 3 only 147, and load measures 1, 2, 4, 8. A line through them would say 400."""
+    report = two_pcs.run(TwoPcs(split_rows=False))
+    assert report["ratio"] >= 0.98
+    assert report["tokens_per_s"] > 2 * two_pcs.run(TwoPcs(split_rows=False, schedule="source"))["tokens_per_s"]
+
+
+def test_a_cap_on_groups_holds_for_both_schedules() -> None:
+    for schedule in ("cost", "source"):
+        report = two_pcs.run(TwoPcs(max_batch=2, schedule=schedule))
+        assert report["ratio"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_relay_cap_follows_its_formula() -> None:
+    report = relay_cap.run()
+    assert report["unpipelined"]["tokens_per_s"] == pytest.approx(1e3 / (180 + 2 * 21), rel=0.01)
+    assert report["pipelined"]["tokens_per_s"] == pytest.approx(1e3 / 180, rel=0.01)
+    by_flight = {row["in_flight"]: row["unpipelined"] for row in report["rows"]}
+    assert by_flight[2] == pytest.approx(by_flight[8], rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [1526, 256, 700, 4096])
+def test_prompt_reaches_its_floor_on_any_line(tokens: int) -> None:
+    report = prompt.run(tokens)
+    for line in ("unlimited", "at_10_mbit_s"):
+        assert report[line]["ratio"] <= 1.03
+        assert report[line]["ours_s"] <= report[line]["source_rules_s"] + SAME
+    if tokens == 1526:
+        assert report["unlimited"]["waiting_for_each_s"] == pytest.approx(1526 / 256 * 9.7, rel=0.01)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_stages_of_any_number_reach_the_bound(n: int) -> None:
+    report = stages.run([n])
+    assert report["worst_ratio"] >= 0.98
+    assert all(row["ratio"] >= row["source_ratio"] - SAME for row in report["rows"])
+
+
+@pytest.mark.parametrize("varied", [0.0, 0.1])
+def test_mixed_a_chats_step_waits_for_one_piece_at_most(varied: float) -> None:
+    ours, source = mixed.run(jitter=varied).values()
+    one_piece_ms = ours["piece_ms"] / 2
+    assert ours["chat_itl_p50_ms"] <= (ours["step_ms"] + one_piece_ms + 100) * (1 + varied)
+    assert ours["chat_itl_p99_ms"] <= ours["promised_itl_p99_ms"] * (1 + varied)
+    assert ours["piece_ms"] / 2 <= 500
+    assert ours["chat_itl_p99_ms"] < source["chat_itl_p99_ms"] / 2
+    assert max(ours["prompt_ttft_s"]) <= 1.3 * max(source["prompt_ttft_s"])
+
+
+def test_jitter_costs_little_where_steps_vary_by_a_tenth() -> None:
+    rows = jitter.run()["rows"]
+    assert min(row["worst_ratio"] for row in rows if row["step_jitter"] <= 0.1) >= 0.95
+
+
+def test_slow_uplinks_keep_the_line_busy_and_the_chat_alive() -> None:
+    for row in slow_uplink.run()["rows"]:
+        assert row["ratio"] <= 1.03
+        assert row["chat_itl_p99_ms_beside_a_prompt"] <= row["chat_itl_p50_ms"] + 2 * 500 + 100
+
+
+def test_the_same_seed_gives_the_same_report_and_another_one_another() -> None:
+    def reports(seed: int) -> dict[str, Any]:
+        return two_pcs.run(TwoPcs(users=4, jitter=0.1, seed=seed))
+
+    assert reports(1) == reports(1)
+    assert reports(1) != reports(2)
+
+
+def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["two-pcs", "--users", "2", "--rtt-ms", "60", "--no-split-rows", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert {"tokens_per_s", "bound_tokens_per_s", "ratio"} <= set(report)
+    assert report["flags"]["split_rows"] is False
+
+
+def test_the_command_prints_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["stages", "--n", "2", "--rtt-ms", "5"])
+    printed = capsys.readouterr().out
+    assert "rtt_ms: 5.0" in printed
+    assert printed.count("users") == len(stages.USERS)
