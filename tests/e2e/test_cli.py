@@ -280,7 +280,6 @@ def read_terminal(fd: int) -> str:
         (["--role", "peer", "--join", TOKEN[:-1]], "checksum"),
         (["--role", "coordinator", "--swarm-listen", "0.0.0.0:0"], "--advertise HOST:PORT"),
         (["--role", "coordinator", "--join", TOKEN], "--join is for peers"),
-        (["--role", "peer", "--join", TOKEN, "--api-listen", "127.0.0.1:0"], "coordinator role"),
         (["--role", "peer", "--join", TOKEN, "--memory", "lots"], "6G"),
         (["--role", "peer", "--join", TOKEN, "--device", "tpu"], "cuda"),
         (["--role", "peer", "--join", TOKEN, "--name", "a/b"], "A-Z"),
