@@ -60,6 +60,9 @@ class LeanTail:
         """(batch, n, hidden) → logits of the last position, (batch, vocab)."""
         return self._head(self._norm(rows[:, -1]))
 
+    def size_bytes(self) -> int:
+        return self._head.size_bytes()
+
 
 class LeanDecoder:
     """The slice's blocks; `kinds` names each block's rotary table."""

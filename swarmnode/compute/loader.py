@@ -17,7 +17,7 @@ from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.model_config import read_config
-from swarmnode.compute.spec import serving_dtype
+from swarmnode.compute.spec import PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.errors import LoadFailed, LoadRefused
 
@@ -51,9 +51,11 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     device = pick_device(spec.device)
     config = read_config(spec.folder)
     sources = _find_tensors(spec)
-    dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(sources)))
+    _check_kernels(spec.quantization, device)
+    dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(sources), spec.quantization))
     model = StageModel(spec, config, dtype, device)
-    lean = LeanBuilder(model, model.parameters(), "none") if spec.lean else None
+    wants_lean = spec.lean or spec.quantization in PACKED_METHODS
+    lean = LeanBuilder(model, model.parameters(), spec.quantization) if wants_lean else None
     _fill(model, sources, progress, lean)
     if lean is not None:
         lean.finish()
@@ -75,6 +77,14 @@ def pick_device(name: str) -> torch.device:
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise LoadRefused(f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA cards")
     return torch.device(name)
+
+
+def _check_kernels(quantization: str, device: torch.device) -> None:
+    if quantization in PACKED_METHODS and device.type != "cpu":
+        raise LoadRefused(
+            f"quantization {quantization!r} packs weights for the CPU's kernels, this stage is on {device}; "
+            "use --device cpu there, or load without quantization"
+        )
 
 
 def _find_tensors(spec: StageSpec) -> dict[str, _Source]:

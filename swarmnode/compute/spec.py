@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DTYPES = ("auto", "float32", "bfloat16")
+PACKED_METHODS = ("int8", "int4-fast")
+"""Weights packed for torch's CPU kernels, by the lean decoder."""
+QUANTIZATIONS = ("none", *PACKED_METHODS)
 SERVING_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -21,7 +24,8 @@ class StageSpec:
     `folder` holds `tokenizer/` (with `config.json`) and `shards/`; `files` are the shard files that hold the slice.
     `dtype` "auto" serves float32 weights in float32 and both half formats in bfloat16 (see `serving_dtype`).
     `device` is "auto" (CUDA if there is a card), "cpu", "cuda" or "cuda:N". `threads` 0 leaves torch's own choice.
-    `lean` False keeps transformers' own blocks where the lean decoder could serve.
+    `lean` False keeps transformers' own blocks where the lean decoder could serve. `quantization` is one of
+    QUANTIZATIONS; the packed ones compute in bfloat16 unless `dtype` says float32.
     """
 
     folder: Path
@@ -35,6 +39,7 @@ class StageSpec:
     device: str = "auto"
     threads: int = 0
     lean: bool = True
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_layer < self.end_layer <= self.num_layers:
@@ -49,14 +54,17 @@ class StageSpec:
             )
         if self.dtype not in DTYPES:
             raise LoadRefused(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise LoadRefused(f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
 
 
-def serving_dtype(asked: str, stored: str) -> str:
+def serving_dtype(asked: str, stored: str, quantization: str = "none") -> str:
     """The dtype a stage computes in, from what was asked and what the files hold ("F32", "BF16", "F16", …).
+    Quantized weights are computed with in bfloat16, which the packed kernels take.
 
     float16 is served in bfloat16: the same size, no overflow in the residual stream, and the wire knows only float32
     and bfloat16. Who wants float16's extra mantissa bits asks for float32, which holds every float16 exactly.
     """
     if asked != "auto":
         return asked
-    return "bfloat16" if stored in ("BF16", "F16") else "float32"
+    return "bfloat16" if quantization != "none" or stored in ("BF16", "F16") else "float32"

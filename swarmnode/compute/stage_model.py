@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.compute.attention import ATTENTION_NAME, attention_mode
 from swarmnode.compute.kv_cache import StepCache
+from swarmnode.compute.lean_decoder import LeanTail
 from swarmnode.compute.supported import architecture_name, check_supported
 from swarmnode.errors import LoadRefused
 
@@ -118,6 +119,12 @@ class StageModel:
     def use_lean(self, decoder: LeanDecoder, tail: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         """From here on `decoder` runs the blocks, and on the last stage `tail` what follows them."""
         self.lean, self._lean_tail = decoder, tail
+
+    def tail_bytes(self) -> int:
+        """Bytes of the head that one step reads."""
+        if isinstance(self._lean_tail, LeanTail):
+            return self._lean_tail.size_bytes()
+        return int(self.outer.lm_head.weight.nbytes) if self.is_last else 0
 
     def finish(self) -> None:
         """Call after every parameter is set: from here on the slice is only run."""
