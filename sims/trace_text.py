@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarmnode.ring.head_messages import Accepted, Finished, HeadEvent, Probed, Refused, Sampled, Started
+from swarmnode.ring.head_messages import Accepted, Finished, HeadEvent, Probed, Refused, RingBroken, Sampled, Started
 from swarmnode.ring.messages import (
     Broken,
     End,
@@ -70,6 +70,8 @@ def event_text(event: HeadEvent) -> str:
             return f"{request} finished: {reason} after {count} tokens"
         case Refused(request=request, code=code, message=text):
             return f"{request} refused: {code}: {text}"
+        case RingBroken(why=why):
+            return f"ring broken: {why}"
         case Probed(nonce=nonce, round_ms=round_ms):
             return f"probe {nonce} came back in {round_ms:.1f} ms"
 

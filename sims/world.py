@@ -28,6 +28,7 @@ from swarmnode.ring.head_messages import (
     Open,
     Probed,
     Refused,
+    RingBroken,
     Sampled,
     StartProbe,
 )
@@ -143,6 +144,7 @@ class World:
         self.log: list[str] = []
         self.outcomes: dict[str, Outcome] = {}
         self.probes: list[Probed] = []
+        self.broken: list[RingBroken] = []
         self.sent: list[tuple[float, int, Envelope]] = []
         """Every message put on a lane: when, by which stage, what (with `trace`)."""
         self.watch: Callable[[World], None] | None = None
@@ -328,6 +330,9 @@ class World:
         self._log("**", lambda: event_text(event))
         if isinstance(event, Probed):
             self.probes.append(event)
+            return
+        if isinstance(event, RingBroken):
+            self.broken.append(event)
             return
         self.outcomes[event.request].events.append((self.now_s, event))
         if self.told is not None:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from swarmnode.compute.ring_loop import RingLoop
 from swarmnode.compute.text_thread import OpenChat, TextThread
 from swarmnode.compute.worker_spec import WorkerSpec
-from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, StageLost, SwarmError
+from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, SwarmError
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_config import HeadConfig
-from swarmnode.ring.head_messages import Cancel, Refused, StartProbe
+from swarmnode.ring.head_messages import Cancel, RingBroken, StartProbe
 from swarmnode.ring.messages import Envelope
 from swarmnode.ring.stage import Stage
 from swarmnode.wire.blocking import FrameReader, FrameWriter
@@ -245,13 +245,13 @@ def piece_tokens(spec: WorkerSpec) -> int:
 
 
 def _hand_over(machine: Head | Stage, text: TextThread | None, post: Callable[[Frame], None]) -> None:
-    """Pass the head's events to the text thread; a later stage has none. A head that gave its ring up says so: it may
-    be the only one who noticed (a stage that hangs breaks no link), and nobody else can end the ring."""
+    """Pass the head's events to the text thread, and a ring given up to the node; a later stage has no events."""
     if isinstance(machine, Head) and text is not None:
         for event in machine.events():
-            text.inbox.put(event)
-            if isinstance(event, Refused) and event.code == StageLost.code:
-                post(Frame("broken", {"stage": 0}))
+            if isinstance(event, RingBroken):
+                post(Frame("broken", {"stage": 0, "message": event.why[:MAX_MESSAGE_CHARS]}))
+            else:
+                text.inbox.put(event)
 
 
 def _envelope_frame(envelope: Envelope) -> Frame:

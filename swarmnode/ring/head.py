@@ -25,6 +25,7 @@ from swarmnode.ring.head_messages import (
     Open,
     Probed,
     Refused,
+    RingBroken,
     Sampled,
     Started,
     StartProbe,
@@ -373,6 +374,7 @@ class Head:
         if self._broken:
             return
         self._broken = True
+        self._events.append(RingBroken(why))
         for session in self._active():
             self._refuse(session, "stage_lost", f"{why}; load the model again", now)
         for session_id in [s.id for s in self._sessions.values()]:

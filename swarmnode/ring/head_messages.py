@@ -100,4 +100,11 @@ class Probed:
     round_ms: float
 
 
-HeadEvent = Accepted | Started | Sampled | Finished | Refused | Probed
+@dataclass(frozen=True, slots=True)
+class RingBroken:
+    """The head gave its ring up; it may be the only one who noticed (a stage that hangs breaks no link)."""
+
+    why: str
+
+
+HeadEvent = Accepted | Started | Sampled | Finished | Refused | Probed | RingBroken

@@ -275,7 +275,8 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
         case "stage_failed":
             return StageDown(stage, header["code"], header["message"])
         case "broken":
-            return StageDown(stage, "stage_lost", f"stage {stage} lost its link to a neighbour", symptom=True)
+            why = header.get("message") or f"stage {stage} saw the ring break"
+            return StageDown(stage, "stage_lost", why, symptom=True)
         case "unloaded":
             return StageUnloaded(stage)
         case _:

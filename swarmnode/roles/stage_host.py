@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.compute.worker_spec import WorkerSpec
-from swarmnode.errors import InternalError, LinkBroken, ProtocolError, StageLost, SwarmError, from_wire
+from swarmnode.errors import (
+    MAX_MESSAGE_CHARS,
+    InternalError,
+    LinkBroken,
+    ProtocolError,
+    StageLost,
+    SwarmError,
+    from_wire,
+)
 from swarmnode.ring.lanes import base_lane, outgoing_lanes, wire_lane
 from swarmnode.roles.file_client import fetch_files
 from swarmnode.roles.outbox import Outbox
@@ -102,7 +110,7 @@ class StageHost:
     def link(self, next_address: str) -> None:
         """Dial the successor's lanes; `linked` is reported when they are up."""
         if self._nursery is not None:
-            self._nursery.start_soon(self._dial_lanes, parse_address(next_address))
+            self._nursery.start_soon(self._dial_lanes, next_address)
 
     async def serve_lane(self, hello: Hello, channel: Channel) -> None:
         """Take the frames of one incoming lane until it ends; its end is the ring's end."""
@@ -209,7 +217,7 @@ class StageHost:
         elif frame.kind == "ready":
             self._become_ready(unpack_body(frame.body))
         elif frame.kind == "broken":
-            self._ring_broke()
+            self._ring_broke(frame.header.get("message", ""))
         elif frame.kind == "fatal":
             raise from_wire(frame.header["code"], frame.header["message"])
         else:
@@ -238,10 +246,11 @@ class StageHost:
 
     # lanes
 
-    async def _dial_lanes(self, address: Address) -> None:
+    async def _dial_lanes(self, next_address: str) -> None:
         """Bring all outgoing lanes up, report it, and keep them; a lane that breaks ends the ring."""
         try:
             async with open_flat_nursery() as nursery:
+            address = parse_address(next_address)
                 for lane in self._lanes:
                     await nursery.start(self._keep_lane, lane, address)
                 self._post(Frame("linked", self._where()))
@@ -270,13 +279,14 @@ class StageHost:
         if self._scope.cancel_called:
             return
         _log.info("ring %s: lane %s broke: %s", self.spec.ring, lane, error)
-        broken = self._ring_broke()
+        broken = self._ring_broke(f"stage {self.spec.stage} lost its link to a neighbour")
         if self.spec.stage == 0 and self._ready:
             self._to_worker.post(broken)
 
-    def _ring_broke(self) -> Frame:
+    def _ring_broke(self, why: str) -> Frame:
         """Report to the coordinator that this stage saw the ring fail; returns what it was told."""
-        broken = Frame("broken", {"ring": self.spec.ring, "epoch": list(self.spec.epoch), "stage": self.spec.stage})
+        where = {"ring": self.spec.ring, "epoch": list(self.spec.epoch), "stage": self.spec.stage}
+        broken = Frame("broken", {**where, "message": why[:MAX_MESSAGE_CHARS]})
         self._post(broken)
         return broken
 

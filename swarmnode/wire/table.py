@@ -175,7 +175,7 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _kind("probe", "ring", (*_ROUTE, *probe)),
         _kind("drop", "ring", (*_ROUTE, *_SESSION)),
         _kind("reset", "ring", (*_ROUTE, _key("keep", Ints(0, limits.MAX_ROWS, 0, 2**63 - 1)))),
-        _kind("broken", "ring", (*_ROUTE, _key("stage", _STAGE))),
+        _kind("broken", "ring", (*_ROUTE, _key("stage", _STAGE), _maybe("message", _MESSAGE))),
     )
 
 

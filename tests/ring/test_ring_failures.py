@@ -100,6 +100,7 @@ def test_broken_ends_everything_once_and_nothing_more_is_sent(at_s: float, stage
     told_s = world.now_s + 0.1
     world.run_until_quiet()
     assert all(len(o.ends) == 1 for o in outcomes)
+    assert [event.why for event in world.broken] == [f"stage {stage} lost its neighbour"], "said once"
     lost = [refused(o) for o in outcomes if isinstance(o.end, Refused)]
     assert lost
     assert {e.code for e in lost} == {"stage_lost"}
@@ -125,6 +126,7 @@ def test_a_step_nobody_answers_stalls_at_the_deadline_and_the_end_breaks_the_rin
     assert STEP_FLOOR_S <= stalled_s - last_token_s < STEP_FLOOR_S + 0.1
     assert refused(waiting).code == "stalled"
     assert waiting.seconds_of(Refused) <= stalled_s + END_SLACK * PIECE_FLOOR_S
+    assert "did not come round" in world.broken[0].why, "so that the coordinator learns of it without another request"
     assert world.head.admission.budget.used_tokens == 0
 
 
