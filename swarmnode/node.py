@@ -18,7 +18,7 @@ import trio
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
-from swarmnode.cluster.placement import ALL_CAPABILITIES
+from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId
@@ -28,6 +28,7 @@ from swarmnode.roles.enrolment import Enrolment, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.roles.peer import Peer
+from swarmnode.roles.running_node import LOCK_NAME, RunningNode
 from swarmnode.roles.swarm_state import SwarmState
 from swarmnode.wire.address import Address
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
@@ -119,7 +120,9 @@ class _Node:
         tls = SwarmTls(kept.files, enrolment=authority is not None)
         transport = DirectTransport(tls)
         traffic = Traffic()
-        wanted = self._options.swarm_listen or await trio.to_thread.run_sync(address_towards, coordinators[0])
+        wanted = self._options.swarm_listen
+        if wanted is None:
+            wanted = await trio.to_thread.run_sync(address_towards, coordinators[0])
         async with open_flat_nursery() as nursery:
             address: Address = await nursery.start(_listen, transport, wanted, self._serve_channel, identity, traffic)
             context = NodeContext(
@@ -142,8 +145,22 @@ class _Node:
                     watch_api, ready["api"] = await self._start_forwarder(self._options.api, nursery)
                 member = PeerMembership(kept, tls, renews=authority is None)
                 self._start_peer(context, coordinators, member, watch_api, nursery)
+            self._write_down(wanted, ready, context.identity)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
+
+    def _write_down(self, wanted: Address, ready: Mapping[str, object], identity: Identity) -> None:
+        """For `swarmnode doctor` on this machine."""
+        api = ready.get("api")
+        here = RunningNode(
+            pid=os.getpid(),
+            roles=self._options.roles,
+            wanted=str(wanted),
+            swarm=str(ready["swarm"]),
+            advertised=identity.listen[0],
+            api=None if api is None else str(api),
+        )
+        here.write(self._settings.data_dir)
 
     async def _become_member(self, kept: NodeIdentity, identity: Identity) -> SwarmAuthority | None:
         """See to it that there is a certificate: from the node's own CA, from a token, or from an earlier start."""
@@ -258,8 +275,16 @@ def _identity(options: NodeOptions, node: NodeId) -> Identity:
         boot=BootId(uuid.uuid4().hex),
         name=options.name or f"{os.uname().nodename.split('.')[0]}-{node[:4]}",
         roles=options.roles,
-        capabilities=tuple(sorted(ALL_CAPABILITIES)) if PEER in options.roles else (),
+        capabilities=_capabilities(options),
     )
+
+
+def _capabilities(options: NodeOptions) -> tuple[str, ...]:
+    """What its peer role can do: the CPU's kernels are no use to one that computes on a card."""
+    if PEER not in options.roles:
+        return ()
+    on_card = options.resources.device.startswith("cuda")
+    return tuple(sorted(ALL_CAPABILITIES - CPU_CAPABILITIES if on_card else ALL_CAPABILITIES))
 
 
 def _reachable_here(bound: Address) -> Address:
@@ -269,7 +294,7 @@ def _reachable_here(bound: Address) -> Address:
 
 def _lock(settings: Settings) -> int:
     """Make the data directory and hold it for this process; raises Conflict where another node uses it."""
-    path = settings.data_dir / "node.lock"
+    path = settings.data_dir / LOCK_NAME
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -22,6 +22,7 @@ from swarmnode.cluster.ring_life import (
 from swarmnode.driver import Driver
 from swarmnode.errors import Conflict, LinkBroken, ProtocolError
 from swarmnode.ids import ModelId, NodeId, RingId
+from swarmnode.roles.dialing_back import dial_back
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
@@ -161,6 +162,8 @@ class Coordinator:
                 async for frame in channel:
                     if frame.kind == "beat":
                         self._take_beat(hello.identity, frame)
+                    elif frame.kind == "dial_back":
+                        outbox.post(await dial_back(self.context.transport, hello.identity, channel.source))
                 nursery.cancel_scope.cancel()
         finally:
             self._controls.discard(outbox)

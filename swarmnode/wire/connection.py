@@ -10,7 +10,7 @@ import trio
 from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
 from swarmnode.wire import h2_session as h2s
 from swarmnode.wire import limits
-from swarmnode.wire.deadlines import CHANNEL_CLOSE_S
+from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, WRITE_S
 from swarmnode.wire.frames import FrameDecoder, encode, frame_size
 from swarmnode.wire.link import Channel
 from swarmnode.wire.traffic import Counts
@@ -275,13 +275,17 @@ class Connection:
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self._fail_channels(LinkBroken(f"the connection broke: {error.__cause__ or error}"))
             scope.cancel()
+        except trio.TooSlowError:
+            self._fail_channels(LinkBroken(f"the peer did not read for {WRITE_S:g} s"))
+            scope.cancel()
 
     async def _write_some(self) -> None:
         """One write of all that may go now: this is the bundle."""
         data = self.session.data_to_send()
         if data:
             self._writing = True
-            await self._stream.send_all(data)
+            with trio.fail_after(WRITE_S):
+                await self._stream.send_all(data)
             self._writing = False
         self._notify_written()
 

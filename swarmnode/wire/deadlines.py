@@ -22,3 +22,8 @@ CHANNEL_CLOSE_S = 2.0
 """Queued frames of a channel that is closed in good order, while its connection still has to take them."""
 TCP_USER_TIMEOUT_S = 30.0
 """Bytes the other machine does not acknowledge: the kernel then breaks the connection."""
+WRITE_S = 60.0
+"""One write of WRITE_BYTES at most: 17 KB/s, slower than any line that could serve a model. Who takes longer does not
+read, and what waits for him is memory."""
+DIAL_BACK_S = 5.0
+"""The coordinator's attempt to reach an address that a peer asked about; the peer's user waits for it."""

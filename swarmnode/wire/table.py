@@ -237,6 +237,8 @@ def _other_kinds() -> tuple[Kind, ...]:
     return (
         _kind("beat", "control", (_key("node", _ID), _key("boot", _ID), _key("seq", _COUNT)), "map"),
         _kind("api", "control", (_key("url", Text(256)),), "map"),
+        _kind("dial_back", "control", ()),
+        _kind("dialed_back", "control", (_key("ok", Flag()), _key("message", _MESSAGE), _key("time_s", Number()))),
         _kind("bye", "control", (_key("reason", _MESSAGE),)),
         _kind("fetch", "files", fetch),
         _kind("data", "files", (_key("offset", _COUNT),), "raw"),
