@@ -12,6 +12,7 @@ import trio
 from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.wire.certificates import NodeCertificate, load_certificate, read_certificate
 from swarmnode.wire.deadlines import TLS_S
+from swarmnode.wire.tls_stream import TlsStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +59,7 @@ class SwarmTls:
 
     async def secure_dialed(self, stream: trio.abc.Stream) -> Secured:
         """The dialer's handshake. It proves who answered; whether *we* are welcome only shows at the first read."""
-        secured = await _handshake(trio.SSLStream(stream, self._client, https_compatible=True))
+        secured = await _handshake(TlsStream(stream, self._client))
         if secured.peer is None or self.is_revoked(secured.peer.node):
             await trio.aclose_forcefully(secured.stream)
             raise ProtocolError("the listener presented no certificate, or that of a node that was removed")
@@ -66,7 +67,7 @@ class SwarmTls:
 
     async def secure_accepted(self, stream: trio.abc.Stream) -> Secured:
         """The listener's handshake. A revoked peer is let through, so that it can be told; see `is_revoked`."""
-        return await _handshake(trio.SSLStream(stream, self._server, server_side=True, https_compatible=True))
+        return await _handshake(TlsStream(stream, self._server, server_side=True))
 
     def is_revoked(self, node: NodeId) -> bool:
         return node in self._revoked
@@ -92,7 +93,7 @@ class SwarmTls:
                     self._live.pop(node, None)
 
 
-async def secure_unverified(stream: trio.abc.Stream) -> tuple[trio.SSLStream[trio.abc.Stream], bytes]:
+async def secure_unverified(stream: trio.abc.Stream) -> tuple[TlsStream, bytes]:
     """A joiner's handshake: it has nothing to verify with yet, so the listener's certificate comes back in DER.
 
     The handshake still proves that the listener holds that certificate's key.
@@ -100,11 +101,11 @@ async def secure_unverified(stream: trio.abc.Stream) -> tuple[trio.SSLStream[tri
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    secured: trio.SSLStream[trio.abc.Stream] = trio.SSLStream(stream, context, https_compatible=True)
+    secured = TlsStream(stream, context)
     return secured, await _shake(secured) or b""
 
 
-async def _handshake(stream: trio.SSLStream[trio.abc.Stream]) -> Secured:
+async def _handshake(stream: TlsStream) -> Secured:
     der = await _shake(stream)
     try:
         return Secured(stream, read_certificate(load_certificate(der)) if der else None)
@@ -113,14 +114,14 @@ async def _handshake(stream: trio.SSLStream[trio.abc.Stream]) -> Secured:
         raise
 
 
-async def _shake(stream: trio.SSLStream[trio.abc.Stream]) -> bytes | None:
+async def _shake(stream: TlsStream) -> bytes | None:
     """Handshake within TLS_S; returns the other end's certificate. Raises LinkBroken, with the stream closed."""
     try:
         with trio.fail_after(TLS_S):
             await stream.do_handshake()
         if stream.selected_alpn_protocol() != ALPN:
             raise LinkBroken(f"the other end does not speak {ALPN}; is it a swarm port?")
-        der: bytes | None = stream.getpeercert(binary_form=True)
+        der = stream.peer_certificate()
     except BaseException as error:
         await trio.aclose_forcefully(stream)
         if isinstance(error, trio.TooSlowError):
