@@ -249,8 +249,8 @@ class StageHost:
     async def _dial_lanes(self, next_address: str) -> None:
         """Bring all outgoing lanes up, report it, and keep them; a lane that breaks ends the ring."""
         try:
-            async with open_flat_nursery() as nursery:
             address = parse_address(next_address)
+            async with open_flat_nursery() as nursery:
                 for lane in self._lanes:
                     await nursery.start(self._keep_lane, lane, address)
                 self._post(Frame("linked", self._where()))
