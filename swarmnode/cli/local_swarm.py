@@ -20,7 +20,7 @@ from swarmnode.cli.client import ApiClient
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
 READY_S = 30.0
@@ -37,8 +37,11 @@ class NodeProcess:
     sees the end of it and ends too.
     """
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "swarmnode", "up", *arguments, "--json", "--end-with-stdin"]
+    def __init__(
+        self, arguments: list[str], environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: a command that runs the node, like `ip netns exec attic`; it must not outlive it."""
+        command = [*prefix, sys.executable, "-m", "swarmnode", "up", *arguments, "--json", "--end-with-stdin"]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

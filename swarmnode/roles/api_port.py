@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from swarmnode.config import Settings
 
 WILDCARDS = ("0.0.0.0", "::")
+OTHER_LOOPBACK = (
+    "the coordinator's API listens on its own machine only; to forward to it, start the coordinator with --api-listen "
+    "on an address that this machine reaches"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether an address is one of this machine's own: only those can be bound. Of names only localhost is."""
+    if is_loopback(host):
+        return True
+    try:
+        ipaddress.ip_address(host)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def open_tokens(options: ApiOptions, settings: Settings) -> TokenStore:
@@ -153,6 +171,9 @@ def follow_notice(forwarder: Forwarder, notice: Frame | None, dialed: Address) -
         url = httpx.URL(notice.header["url"])
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"{url} is no address of an API")
+        if is_loopback(url.host) and not is_this_machine(dialed.host):
+            forwarder.disconnect(OTHER_LOOPBACK)  # here that address is this machine's own, perhaps this very port
+            return
         if url.host in WILDCARDS:
             url = url.copy_with(host=dialed.host)
         certificate = unpack_body(notice.body).get("certificate")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from swarmnode.api.hosts import HostRules
 
 FORWARDED = ("/v1", "/api/v1")
+UNKNOWN = "this node knows no coordinator at the moment; try again in a few seconds"
 CONNECT_S = 5.0
 CLOSE_S = 1.0
 """For the goodbye of TLS."""
@@ -55,6 +56,7 @@ class Forwarder:
         """`closed`: other machines reach this port, so the coordinator must not take its calls for local ones."""
         self._closed = closed
         self._client: httpx.AsyncClient | None = None
+        self._why_not = UNKNOWN
         self._running: set[trio.CancelScope] = set()
         self._retire, self._retired = trio.open_memory_channel[httpx.AsyncClient](math.inf)
 
@@ -84,8 +86,9 @@ class Forwarder:
             trust_env=False,
         )
 
-    def disconnect(self) -> None:
-        """The coordinator is gone: end what runs, and answer 503 until the next `connect`."""
+    def disconnect(self, why: str = UNKNOWN) -> None:
+        """The coordinator is gone: end what runs, and answer 503 that says `why` until the next `connect`."""
+        self._why_not = why
         for scope in self._running:
             scope.cancel()
         if self._client is not None:
@@ -102,7 +105,7 @@ class Forwarder:
         if not any(path == root or path.startswith(f"{root}/") for root in FORWARDED):
             raise HttpError(404, "unknown_url", f"unknown URL: {path[:200]}; this node forwards /v1 and /api/v1")
         if self._client is None:
-            raise _no_coordinator("this node knows no coordinator at the moment; try again in a few seconds")
+            raise _no_coordinator(self._why_not)
         with trio.CancelScope() as running:
             self._running.add(running)
             try:

@@ -9,6 +9,7 @@ import pytest
 from swarmnode.config import read_settings
 from swarmnode.errors import InvalidRequest, ProtocolError
 from swarmnode.roles.api_port import ApiOptions, api_notice, follow_notice, is_loopback, open_tokens
+from swarmnode.roles.forwarder import Forwarder
 from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
@@ -32,7 +33,7 @@ class Heard:
 @pytest.mark.parametrize(
     ("announced", "followed"),
     [
-        ("http://127.0.0.1:7701", "http://127.0.0.1:7701"),
+        ("http://192.168.1.9:7701", "http://192.168.1.9:7701"),
         ("https://0.0.0.0:7701", "https://192.168.1.7:7701"),
         ("http://[::]:7701", "http://192.168.1.7:7701"),
         ("http://[fd00::7]:7701", "http://[fd00::7]:7701"),
@@ -42,6 +43,15 @@ def test_a_notice_leads_to_the_api(announced: str, followed: str) -> None:
     heard: Any = Heard()
     follow_notice(heard, api_notice(ApiOptions(DIALED), announced), DIALED)
     assert heard.calls == [(followed, None)]
+
+
+@pytest.mark.parametrize(("dialed", "followed"), [("127.0.0.1", True), ("localhost", True), ("192.0.2.7", False)])
+def test_another_machines_loopback_is_not_followed(dialed: str, followed: bool) -> None:
+    """Here it would be this machine's own, perhaps the very port that forwards: a request would go in circles."""
+    forwarder = Forwarder(closed=False)
+    follow_notice(forwarder, api_notice(ApiOptions(DIALED), "http://127.0.0.1:7701"), Address(dialed, 7700))
+    assert (forwarder._client is not None) is followed
+    assert ("its own machine only" in forwarder._why_not) is not followed
 
 
 def test_the_certificate_travels_with_it(tmp_path: Path) -> None:
