@@ -47,6 +47,7 @@ from swarmnode.ring.probes import Probes
 from swarmnode.ring.progress import END_SLACK, ProgressDeadline
 from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
 from swarmnode.ring.session import Phase, Session
+from swarmnode.ring.turns import Turns
 from swarmnode.ring.work import GroupWork, PieceWork, Work, WorkResult
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Head:
         self._sessions: dict[SessionId, Session] = {}
         self._by_request: dict[RequestId, Session] = {}
         self._prefilling: deque[Session] = deque()
+        self._turns = Turns()
         self._next_id = 1
         self._next_group_id = 1
         self._bytes_per_position = 0
@@ -185,9 +187,9 @@ class Head:
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """What stage 0 computes next: between two pieces every session that is ready gets one step."""
+        """What stage 0 computes next: a piece, unless a step goes first."""
         chosen = self._pass()
-        if any(not session.stepped for session in self._ready()):
+        if any(self._turns.step_goes_first((s.id,), s.delayed) for s in self._ready()):
             return self._next_group(chosen, now) or self._next_piece(chosen, now)
         return self._next_piece(chosen, now) or self._next_group(chosen, now)
 
@@ -214,8 +216,9 @@ class Head:
         work = session.take_piece(n, now)
         if not work.last:
             self._prefilling.append(session)
-        for other in self._sessions.values():
-            other.stepped = False
+        self._turns.piece_begins()
+        for other in self._ready():
+            other.delayed = True
         return work
 
     def _next_group(self, chosen: Pass, now: float) -> GroupWork | None:
@@ -227,6 +230,7 @@ class Head:
         if not ready:
             return None
         self._next_group_id += 1
+        self._turns.step_begins([session.id for session in ready])
         return GroupWork(tuple(session.take_step(self._next_group_id, now) for session in ready))
 
     def complete(self, work: Work, result: WorkResult, now: float) -> None:
@@ -236,9 +240,11 @@ class Head:
                 self._refuse(session, failure.code, failure.message, now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
+            self._turns.piece_ended(result.compute_ms, now)
             if session := self._alive(work.session):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
+            self._turns.step_ended(result.compute_ms)
             rows = [Row(r.session, self._gen(r.session), r.pos) for r in work.rows if r.session not in result.failed]
             self._group_computed(rows, result, compute_ms, now)
         self._admit(now)
@@ -329,6 +335,7 @@ class Head:
     def _take_token(self, session: Session, token: int, now: float) -> None:
         session.generated += 1
         session.last_token = token
+        session.delayed = self._turns.arrived_during_piece(now)
         session.ready_s = session.progress_s = now
         self._events.append(Sampled(session.request, token))
         if token in self.config.eos_token_ids:

@@ -81,8 +81,8 @@ class Session:
     generated: int = 0
     group: int = 0
     """Names the group its last step went round with."""
-    stepped: bool = False
-    """It had a decode step on stage 0 since the last piece began there."""
+    delayed: bool = False
+    """Its next step has waited for a prompt piece at stage 0."""
     last_token: int | None = None
     """Set while the session is ready for its next decode step; None while a step is in flight."""
     ready_s: float = 0.0
@@ -127,7 +127,7 @@ class Session:
         """Its next position as a row of group `group`; from now on it is under way."""
         row = DecodeRow(self.id, self.length, self.last_token)
         self.last_token = None
-        self.stepped = True
+        self.delayed = False
         self.group = group
         self.step_started_s = self.progress_s = now
         return row

@@ -25,6 +25,7 @@ from swarmnode.ring.messages import (
     Row,
     Tokens,
 )
+from swarmnode.ring.turns import Turns
 from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Work, WorkResult
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class _Queued:
     message: Piece | Group
     arrived_s: float
     started_s: float = 0.0
+    delayed: bool = False
+    """A group that has waited for a prompt piece here."""
     ended: set[SessionId] = field(default_factory=set)
     """Sessions that ended while this stood in the queue: their floor may be gone before its turn comes."""
 
@@ -62,15 +65,14 @@ class Stage:
         self._groups: deque[_Queued] = deque()
         self._pieces: deque[_Queued] = deque()
         self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
-        self._stepped: set[SessionId] = set()
-        """Sessions that had a decode step here since the last piece began."""
+        self._turns = Turns()
         self._outgoing: list[Envelope] = []
         self._freed: list[SessionId] = []
 
     def receive(self, envelope: Envelope, now: float) -> None:
         match envelope.message:
             case Group() as message:
-                self._groups.append(_Queued(message, now))
+                self._groups.append(_Queued(message, now, delayed=self._turns.arrived_during_piece(now)))
             case Piece() as message:
                 self._pieces.append(_Queued(message, now))
             case End(session=session):
@@ -105,9 +107,9 @@ class Stage:
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """Between two pieces every session that waits gets one step; so a step waits for one piece at most."""
+        """A piece, unless a group goes first; a step waits for one piece at most."""
         while self._groups or self._pieces:
-            take_piece = bool(self._pieces) and all(self._had_its_step(queued.message) for queued in self._groups)
+            take_piece = bool(self._pieces) and not any(self._goes_first(group) for group in self._groups)
             queued = self._pieces.popleft() if take_piece else self._groups.popleft()
             queued.started_s = now
             work = self._admit(queued)
@@ -116,14 +118,18 @@ class Stage:
                 return work
         return None
 
-    def _had_its_step(self, message: Piece | Group) -> bool:
-        return isinstance(message, Group) and all(row.session in self._stepped for row in message.rows)
+    def _goes_first(self, group: _Queued) -> bool:
+        message = group.message
+        sessions = [row.session for row in message.rows] if isinstance(message, Group) else []
+        return self._turns.step_goes_first(sessions, group.delayed)
 
     def _note(self, work: Work) -> None:
-        if isinstance(work, PieceWork):
-            self._stepped.clear()
-        else:
-            self._stepped.update(row.session for row in work.rows)
+        if isinstance(work, GroupWork):
+            self._turns.step_begins([row.session for row in work.rows])
+            return
+        self._turns.piece_begins()
+        for group in self._groups:
+            group.delayed = True
 
     def _admit(self, queued: _Queued) -> Work | None:
         message = queued.message
@@ -174,9 +180,11 @@ class Stage:
         compute_ms = (*message.compute_ms, result.compute_ms)
         queue_ms = message.queue_ms + (queued.started_s - queued.arrived_s) * 1e3
         if isinstance(message, Piece):
+            self._turns.piece_ended(result.compute_ms, now)
             if message.session in self._held and message.session not in result.failed:
                 self._piece_computed(message, result, compute_ms, queue_ms)
         else:
+            self._turns.step_ended(result.compute_ms)
             self._group_computed(rows, result, compute_ms, queue_ms)
 
     def _piece_computed(self, piece: Piece, result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float) -> None:

@@ -1,0 +1,98 @@
+"""Tokens per second of a real ring under many users, against what its step costs allow.
+
+`python -m benchmarks.throughput --stages 2 --users 1,2,4,8 --rtt-ms 0,20 --json`. Real processes, the demo model, links
+through a delaying proxy. The bound is `sims.bound` over step costs measured first, with both stages busy, on rings of
+their own. On one machine the stages share its processor: what one stage leaves idle makes the other faster, so a ratio
+above 1 is possible where a ring is not full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.users import RingUnderTest, running_ring, step_costs
+from sims.bound import bound_tokens_per_s
+from sims.engines import interpolate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def measure(
+    stages: int, users: Sequence[int], rtts_ms: Sequence[float], tokens: int, schedule: str, dtype: str, threads: int
+) -> dict[str, Any]:
+    """Step costs, then every round trip with every number of users."""
+    about = RingUnderTest(stages, 0.0, dtype, threads)
+    costs = step_costs(about, tokens)
+    rows = []
+    for rtt_ms in rtts_ms:
+        environment = {"SWARM_SERVE_SCHEDULE": schedule, "SWARM_SERVE_IN_FLIGHT": str(max(users))}
+        with running_ring(RingUnderTest(stages, rtt_ms, dtype, threads, environment)) as ring:
+            rows += [_row(ring.run(n, tokens).tokens_per_s, n, rtt_ms, ring.rtt_ms, costs) for n in users]
+    return {
+        "stages": stages,
+        "dtype": dtype,
+        "threads_per_stage": threads,
+        "schedule": schedule,
+        "costs_ms": costs,
+        "rows": rows,
+    }
+
+
+def _row(
+    rate: float, users: int, asked_ms: float, rtt_ms: float, costs: Sequence[Mapping[int, float]]
+) -> dict[str, Any]:
+    bound = bound_tokens_per_s(users, [partial(interpolate, cost) for cost in costs], rtt_ms * len(costs) / 2)
+    return {
+        "users": users,
+        "rtt_ms": asked_ms,
+        "tokens_per_s": round(rate, 2),
+        "bound_tokens_per_s": round(bound, 2),
+        "ratio": round(rate / bound, 3),
+    }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tokens per second of a real ring against its bound.")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--users", type=_numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--rtt-ms", type=_numbers, default=[0, 20], help="round trips between neighbours")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each reply")
+    parser.add_argument("--schedule", choices=["cost", "source"], default="cost")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="per stage")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    chosen = parser.parse_args(arguments)
+    report = measure(
+        chosen.stages, chosen.users, chosen.rtt_ms, chosen.tokens, chosen.schedule, chosen.dtype, chosen.threads
+    )
+    _show(report)
+    if chosen.json:
+        print(json.dumps(report))
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    console = Console()
+    for stage, costs in enumerate(report["costs_ms"]):
+        console.print(f"stage {stage}: " + ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in costs.items()))
+    table = Table(title=f"{report['stages']} stages, schedule {report['schedule']}")
+    for name in ("users", "rtt_ms", "tokens_per_s", "bound_tokens_per_s", "ratio"):
+        table.add_column(name, justify="right")
+    for row in report["rows"]:
+        table.add_row(*(str(row[column.header]) for column in table.columns))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
