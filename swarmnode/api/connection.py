@@ -1,8 +1,9 @@
 """One HTTP/1.1 connection of the API port: hypercorn's protocol on a trio stream, with bounded writes.
 
 hypercorn's own TCPServer is not used because its send is shielded without a deadline (one client that stops reading
-keeps a server from ever ending), and because it turns `PRI` and `Upgrade: h2c` into HTTP/2. A client that closes its
-sending side counts as one that leaves, whatever is still being answered.
+keeps a server from ever ending), and because it turns `PRI` and `Upgrade: h2c` into HTTP/2; here a client that offers
+that upgrade, as Java's does, gets its answer in HTTP/1.1. A client that closes its sending side counts as one that
+leaves, whatever is still being answered.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
-from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
+from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
 from hypercorn.typing import ConnectionState
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Sequence
 
+    import h11
     from hypercorn.events import Event
     from starlette.types import ASGIApp
 
@@ -57,6 +59,14 @@ def hypercorn_config(limits: ApiLimits) -> Config:
     return config
 
 
+class _PlainProtocol(H11Protocol):
+    """HTTP/1.1 and nothing else."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if event.method == b"PRI":
+            raise H2ProtocolAssumedError(b"")
+
+
 class Connection:
     """Serves one accepted stream until either side ends it."""
 
@@ -79,6 +89,11 @@ class Connection:
         self._writing = trio.Lock()
         self._idle = TrioSingleTask()
         self._waiting: Literal["request", "headers", "nothing"] = "request"
+
+    @property
+    def idle(self) -> bool:
+        """Between two requests, or before the first is whole: ending it loses no reply."""
+        return self._waiting != "nothing"
 
     async def run(self) -> None:
         """Returns when the connection is over; no failure of one client gets out."""
@@ -110,12 +125,12 @@ class Connection:
             return True
         return False  # too slow, or no TLS at all
 
-    def _new_protocol(self) -> H11Protocol:
+    def _new_protocol(self) -> _PlainProtocol:
         sock = self._socket
         client = parse_socket_addr(sock.family, sock.getpeername())
         server = parse_socket_addr(sock.family, sock.getsockname())
         state = ConnectionState({ABORT_KEY: self.abort})
-        return H11Protocol(
+        return _PlainProtocol(
             self._app,
             self._config,
             self._context,
@@ -137,7 +152,7 @@ class Connection:
                     await self._begin_request()
                     await self._protocol.handle(RawData(data))
                 await self._protocol.handle(RawData(b""))
-            except (H2ProtocolAssumedError, H2CProtocolRequiredError):
+            except H2ProtocolAssumedError:
                 await self._write(REFUSE_HTTP2)
             nursery.cancel_scope.cancel()
         await self._protocol.handle(Closed())

@@ -15,6 +15,9 @@ class ApiLimits:
     """A body that stands still this long is given up (408): a slow writer must not hold a request for ever."""
     body_total_s: float = 120.0
     """4 MiB over a 300 kbit/s uplink."""
+    connections: int = 512
+    """Open at once: half of the 1,024 descriptors that a process usually may have. Beyond it the connection that has
+    been idle longest makes room for a new one, so whoever opens thousands drives out his own."""
     handshake_s: float = 10.0
     """TLS needs two round trips and a signature; whoever takes longer only holds a socket."""
     header_s: float = 10.0

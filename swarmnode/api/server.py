@@ -68,7 +68,8 @@ class _Server:
         self._limits = limits
         self._config = hypercorn_config(limits)
         self._context = WorkerContext(None)
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
+        """In the order they came."""
         self._none_left = trio.Event()
 
     async def run(self, stopping: trio.Event) -> None:
@@ -86,13 +87,28 @@ class _Server:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         connection = Connection(self._app, self._config, self._context, stream, self._tls, self._limits)
-        self._connections.add(connection)
+        if not self._make_room():
+            log.warning("refused a connection: %s are open and busy", self._limits.connections)
+            connection.abort()
+            return
+        self._connections[connection] = None
         try:
             await connection.run()
         finally:
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
             if not self._connections:
                 self._none_left.set()
+
+    def _make_room(self) -> bool:
+        """Whether one more connection may be open; an idle one is ended for it, the oldest first."""
+        if len(self._connections) < self._limits.connections:
+            return True
+        for oldest in self._connections:
+            if oldest.idle:
+                del self._connections[oldest]  # its task ends soon; its place is free now
+                oldest.abort()
+                return True
+        return False
 
     async def _drain(self) -> None:
         for listener in self._listeners:

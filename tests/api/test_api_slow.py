@@ -63,3 +63,50 @@ async def test_an_idle_connection_and_a_slow_reply_do_not_have_it(gateway: Any, 
 def test_the_deadlines_that_nodes_run_with() -> None:
     assert (DEFAULT_LIMITS.header_s, DEFAULT_LIMITS.handshake_s) == (10.0, 10.0)
     assert DEFAULT_LIMITS.cut_s < 4.0
+
+
+FEW = pytest.mark.parametrize("gateway", [{"connections": 3}], indirect=True)
+
+
+async def gone(raw: Any) -> bool:
+    """Whether the server has ended a connection."""
+    with trio.move_on_after(0.2), suppress(trio.BrokenResourceError):
+        assert await raw.until(b"never") == b""
+        return True
+    return False
+
+
+@FEW
+async def test_beyond_the_limit_the_oldest_idle_connection_makes_room(gateway: Any, body: Any) -> None:
+    from swarmnode.api.replay import Replay
+
+    gateway.backend.replay = Replay(prefill_s=0.5)
+    busy = await gateway.raw()
+    await busy.post("/v1/chat/completions", body())
+    idle = [await gateway.raw() for _ in range(2)]
+    await idle[1].send(b"GET /hea")
+    await trio.sleep(0.1)
+    fresh = await gateway.raw()
+    await fresh.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await fresh.reply()).status == 200
+    assert await gone(idle[0])
+    assert not await gone(idle[1])
+    another = await gateway.raw()
+    await another.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await another.reply()).status == 200
+    assert await gone(idle[1])
+    assert (await busy.reply()).status == 200
+
+
+@FEW
+async def test_busy_connections_are_never_ended_for_a_new_one(gateway: Any, body: Any) -> None:
+    from swarmnode.api.replay import Replay
+
+    gateway.backend.replay = Replay(prefill_s=0.6)
+    busy = [await gateway.raw() for _ in range(3)]
+    for raw in busy:
+        await raw.post("/v1/chat/completions", body())
+    await trio.sleep(0.1)
+    assert await gone(await gateway.raw())
+    for raw in busy:
+        assert (await raw.reply()).status == 200
