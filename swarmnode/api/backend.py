@@ -87,6 +87,8 @@ class LoadOptions:
     peers: tuple[str, ...] = ()
     """Names or ids, in stage order."""
     dtype: str = "auto"
+    quantization: str | None = None
+    """One of cluster.quantization.METHODS."""
     wait: bool = False
     """True: return only when the load is ready; raises LoadFailed."""
 

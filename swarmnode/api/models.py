@@ -119,7 +119,13 @@ def load_options(body: LoadBody) -> LoadOptions:
     num_stages = body.num_stages
     if body.peer is not None and num_stages is None:
         num_stages = 1  # one peer and no count: the whole model there
-    return LoadOptions(num_stages=num_stages, peers=peers, dtype=body.dtype or "auto", wait=bool(body.wait))
+    return LoadOptions(
+        num_stages=num_stages,
+        peers=peers,
+        dtype=body.dtype or "auto",
+        quantization=body.quantization,
+        wait=bool(body.wait),
+    )
 
 
 async def _optional_object(request: Request) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from swarmnode.api.errors import HttpError
+from swarmnode.cluster.quantization import read_quantization
+from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,10 +170,11 @@ class ChatBody(_Shape):
         return {"enable_thinking": False} if self.reasoning_effort == "none" else {}
 
 
-def _no_quantization(value: Any) -> Any:
-    if value is not None:
-        raise ValueError("quantized loads are not supported yet")
-    return None
+def _quantization(value: Any) -> Any:
+    try:
+        return None if value is None else read_quantization(value)
+    except LoadRefused as error:
+        raise ValueError(error.message) from error
 
 
 class LoadBody(_Shape):
@@ -181,7 +184,7 @@ class LoadBody(_Shape):
     peer: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     peers: Annotated[list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=1024)] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
-    quantization: Annotated[None, BeforeValidator(_no_quantization)] = None
+    quantization: Annotated[str | None, BeforeValidator(_quantization)] = None
     wait: bool | None = None
 
 

@@ -56,6 +56,9 @@ def model_load(
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="How many peers share the layers.")] = None,
     peer: Annotated[list[str] | None, typer.Option("--peer", help="A peer's name, in stage order; repeat it.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option("--quantization", help="none, int8 or int4-fast; else what the model records.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the load until the model is ready.")] = False,
     api: ApiOption = DEFAULT_API,
     token: TokenOption = None,
@@ -66,6 +69,7 @@ def model_load(
     options: dict[str, Any] = {"dtype": dtype}
     options |= {"num_stages": stages} if stages is not None else {}
     options |= {"peers": peer} if peer else {}
+    options |= {"quantization": {"method": quantization}} if quantization is not None else {}
     client = ApiClient(api, token=token)
     if not wait:
         status = client.post(model_path(model, "load"), options)

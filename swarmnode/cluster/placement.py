@@ -10,6 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.partition import balanced_boundaries
+from swarmnode.cluster.quantization import (
+    BYTES_PER_PARAM,
+    HEAD_BYTES_PER_PARAM,
+    NEEDED_CAPABILITY,
+    NONE,
+    SERVE_INT4_FAST,
+    SERVE_QUANTIZED,
+)
 from swarmnode.errors import LoadRefused, PeerNotFound
 
 if TYPE_CHECKING:
@@ -29,7 +37,9 @@ SERVE_N_STAGE = "serve-n-stage"
 SERVE_ONE_STAGE = "serve-one-stage"
 SERVE_CONCURRENT = "serve-concurrent"
 SERVE_KV_BUDGET = "serve-kv-budget"
-ALL_CAPABILITIES = frozenset({SERVE_N_STAGE, SERVE_ONE_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET})
+CPU_CAPABILITIES = frozenset({SERVE_QUANTIZED, SERVE_INT4_FAST})
+"""What a peer needs torch's CPU kernels for; one that is told to use a card does not declare it."""
+ALL_CAPABILITIES = frozenset({SERVE_N_STAGE, SERVE_ONE_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET}) | CPU_CAPABILITIES
 """What this version's peers can do; a ring is refused over a peer that lacks what it needs, and the peer is named."""
 
 
@@ -72,6 +82,7 @@ class PlanRequest:
     """SWARM_SERVE_IN_FLIGHT; None: 4 × stages."""
     typical_tokens: int = 1024
     min_context_tokens: int = 4096
+    quantization: str = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +118,10 @@ def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResou
             f"exported with, not {stages}"
         )
     chosen = _choose_peers(request, stages, peers)
-    _check_capabilities(chosen)
+    _check_capabilities(chosen, request.quantization)
     cuts = (0, *_boundaries(shape, stages), layers)
     plans = tuple(
-        _stage_plan(shape, request.dtype, peer, first, end)
-        for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
+        _stage_plan(shape, request, peer, first, end) for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
     )
     return _budget(shape, request, plans)
 
@@ -150,11 +160,18 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
     return chosen
 
 
-def _check_capabilities(chosen: Sequence[PeerResources]) -> None:
-    """Every stage's peer must speak this ring's dialect."""
-    ring = SERVE_ONE_STAGE if len(chosen) == 1 else SERVE_N_STAGE
+def _check_capabilities(chosen: Sequence[PeerResources], quantization: str) -> None:
+    """Every stage's peer must speak this ring's dialect and have the kernels its weights need."""
+    needed = {SERVE_ONE_STAGE if len(chosen) == 1 else SERVE_N_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET}
+    kernels = NEEDED_CAPABILITY.get(quantization)
     for peer in chosen:
-        missing = {ring, SERVE_CONCURRENT, SERVE_KV_BUDGET} - peer.capabilities
+        if kernels is not None and kernels not in peer.capabilities:
+            raise LoadRefused(
+                f"peer {peer.name} cannot hold {quantization} weights: it does not declare {kernels} (its device is a "
+                "card, or its swarmnode is older); name other peers or load without quantization",
+                param="quantization",
+            )
+        missing = needed - peer.capabilities
         if missing:
             raise LoadRefused(
                 f"peer {peer.name} cannot serve this ring: it lacks {', '.join(sorted(missing))}; "
@@ -171,13 +188,16 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
     return balanced_boundaries(shape.layer_params, shape.embed_params, shape.head_params, stages)
 
 
-def _stage_plan(shape: ModelShape, dtype: str, peer: PeerResources, first: int, end: int) -> StagePlan:
-    params = sum(shape.layer_params[first:end])
-    params += shape.embed_params if first == 0 else 0
-    params += shape.head_params if end == len(shape.layer_params) else 0
+def _stage_plan(shape: ModelShape, request: PlanRequest, peer: PeerResources, first: int, end: int) -> StagePlan:
+    """Embeddings stay in the serving dtype; layers and head are priced by their quantization."""
+    size = DTYPE_BYTES[request.dtype]
+    packed = request.quantization != NONE
+    weight_bytes = sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(request.quantization, size)
+    weight_bytes += shape.embed_params * size if first == 0 else 0
+    if end == len(shape.layer_params):
+        weight_bytes += shape.head_params * (HEAD_BYTES_PER_PARAM if packed else size)
     kv_values = shape.kv_values_per_token_layer * (end - first)
-    size = DTYPE_BYTES[dtype]
-    return StagePlan(peer, first, end, 0 if shape.weightless else params * size, kv_values * size)
+    return StagePlan(peer, first, end, 0 if shape.weightless else int(weight_bytes), kv_values * size)
 
 
 def _budget(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...]) -> Plan:
@@ -212,12 +232,16 @@ def _too_small(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan,
         if _kv_room(shape, stage) < least:
             lines.append(
                 f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {_mib(need)} on "
-                f"{stage.peer.name}: {_mib(stage.weight_bytes)} of {request.dtype} weights, "
+                f"{stage.peer.name}: {_mib(stage.weight_bytes)} of {_weights(request)} weights, "
                 f"{_mib(least * stage.kv_token_bytes)} of KV for {least:,} tokens, "
                 f"{_mib(_worker_bytes(shape))} for the worker, 20 % headroom; it offers "
                 f"{_mib(stage.peer.memory_bytes)}"
             )
     return "too little memory: " + "; ".join(lines) + ". Use more stages, a smaller dtype, or raise --memory"
+
+
+def _weights(request: PlanRequest) -> str:
+    return request.dtype if request.quantization == NONE else request.quantization
 
 
 def _mib(count: float) -> str:

@@ -32,6 +32,7 @@ class WorkerSpec:
     num_layers: int
     scripted: bool
     dtype: str
+    quantization: str
     device: str
     threads: int
     eos_token_ids: tuple[int, ...]
@@ -63,6 +64,7 @@ class WorkerSpec:
             dtype=self.dtype,
             device=self.device,
             threads=self.threads,
+            quantization=self.quantization,
         )
 
     def as_map(self) -> dict[str, Any]:

@@ -231,7 +231,8 @@ def _same(ring: LoadedRing, options: LoadOptions) -> bool:
     stages = options.num_stages or len(options.peers) or len(ring.specs)
     names = [(stage.peer.name, stage.peer.node) for stage in ring.plan.stages]
     on_peers = not options.peers or all(p in pair for p, pair in zip(options.peers, names, strict=False))
-    return stages == len(ring.specs) and on_peers and options.dtype in ("auto", ring.dtype)
+    same_weights = options.dtype in ("auto", ring.dtype) and options.quantization in (None, ring.quantization)
+    return stages == len(ring.specs) and on_peers and same_weights
 
 
 def _ring_status(ring: LoadedRing) -> dict[str, Any]:
@@ -240,6 +241,7 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
     return {
         "ring": ring.ring,
         "dtype": ring.dtype,
+        "quantization": ring.quantization,
         "started": ring.started_unix,
         "context_tokens": ring.plan.context_tokens,
         "max_in_flight": ring.plan.max_in_flight,

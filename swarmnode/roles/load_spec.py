@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.catalog.manifest import FileEntry
+from swarmnode.cluster.quantization import METHODS
 from swarmnode.errors import ProtocolError
 from swarmnode.ids import ModelId, NodeId, RingId, parse_model_id
 from swarmnode.ring.head_config import SCHEDULES
@@ -40,6 +41,7 @@ class LoadSpec:
     files: tuple[FileEntry, ...]
     scripted: bool
     dtype: str
+    quantization: str
     eos_token_ids: tuple[int, ...]
     num_stages: int
     first_layer: int
@@ -64,6 +66,7 @@ class LoadSpec:
             "scripted": self.scripted,
             "dtype": self.dtype,
             "schedule": self.schedule,
+            "quantization": self.quantization,
             "eos_token_ids": list(self.eos_token_ids),
             **{name: getattr(self, name) for name in _INTS},
         }
@@ -83,6 +86,7 @@ class LoadSpec:
                 scripted=body["scripted"] is True,
                 dtype=str(body["dtype"]),
                 schedule=_schedule(body),
+                quantization=_quantization(body),
                 eos_token_ids=tuple(int(token) for token in body["eos_token_ids"]),
                 **numbers,
             )
@@ -102,6 +106,13 @@ def _schedule(body: Mapping[str, Any]) -> str:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r:.80} is not one of {', '.join(SCHEDULES)}")
     return str(schedule)
+
+
+def _quantization(body: Mapping[str, Any]) -> str:
+    method = body["quantization"]
+    if method not in METHODS:
+        raise ValueError(f"quantization={method!r:.80} is not one of {', '.join(METHODS)}")
+    return str(method)
 
 
 def _int(body: Mapping[str, Any], name: str) -> int:

@@ -53,6 +53,7 @@ class LoadedRing:
         self.specs = planned.specs
         self.plan = planned.plan
         self.dtype = planned.dtype
+        self.quantization = planned.quantization
         self.started_unix = int(time.time())
         self.draining = False
         self.gauges: dict[int, Mapping[str, Any]] = {}

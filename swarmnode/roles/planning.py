@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.catalog.planning import stage_files
 from swarmnode.cluster.placement import ModelShape, Plan, PlanRequest, plan_load
+from swarmnode.cluster.quantization import NONE, default_quantization
 from swarmnode.compute.supported import SCRIPTED, check_supported
 from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
@@ -34,6 +35,7 @@ class PlannedRing:
     plan: Plan
     specs: tuple[LoadSpec, ...]
     dtype: str
+    quantization: str = NONE
 
 
 def model_shape(manifest: Manifest) -> ModelShape:
@@ -51,13 +53,14 @@ def model_shape(manifest: Manifest) -> ModelShape:
     )
 
 
-def serving_dtype(asked: str, stored: str) -> str:
-    """The dtype a stage computes in: what was asked, else float32 weights stay and both half formats are bfloat16."""
+def serving_dtype(asked: str, stored: str, quantization: str = NONE) -> str:
+    """The dtype a stage computes in: what was asked, else bfloat16 over quantized weights and for both half formats,
+    and float32 for float32 weights."""
     if asked not in SERVING_DTYPES:
         raise LoadRefused(f"dtype {asked!r} is not one of {', '.join(SERVING_DTYPES)}", param="dtype")
     if asked != "auto":
         return asked
-    return "float32" if stored == "float32" else "bfloat16"
+    return "float32" if stored == "float32" and quantization == NONE else "bfloat16"
 
 
 def check_architecture(registry: Registry, manifest: Manifest) -> None:
@@ -81,7 +84,8 @@ def plan_ring(
     epoch: int,
 ) -> PlannedRing:
     """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
-    dtype = serving_dtype(options.dtype, manifest.dtype)
+    quantization = options.quantization or default_quantization(manifest.quantization)
+    dtype = serving_dtype(options.dtype, manifest.dtype, quantization)
     request = PlanRequest(
         num_stages=options.num_stages,
         peers=options.peers,
@@ -89,6 +93,7 @@ def plan_ring(
         in_flight=settings.in_flight,
         typical_tokens=settings.typical_tokens,
         min_context_tokens=settings.context_tokens,
+        quantization=quantization,
     )
     plan = plan_load(model_shape(manifest), request, offers)
     layers = manifest.architecture.num_layers
@@ -102,6 +107,7 @@ def plan_ring(
             files=stage_files(manifest, stage.first_layer, stage.end_layer, len(plan.stages), index),
             scripted=manifest.architecture.name == SCRIPTED,
             dtype=dtype,
+            quantization=quantization,
             eos_token_ids=manifest.eos_token_ids,
             num_stages=len(plan.stages),
             first_layer=stage.first_layer,
@@ -117,7 +123,7 @@ def plan_ring(
         )
         for index, stage in enumerate(plan.stages)
     )
-    return PlannedRing(plan, specs, dtype)
+    return PlannedRing(plan, specs, dtype, quantization)
 
 
 def _waiting_room(plan: Plan, settings: Settings) -> int:

@@ -167,6 +167,7 @@ class StageHost:
             num_layers=spec.num_layers,
             scripted=spec.scripted,
             dtype=spec.dtype,
+            quantization=spec.quantization,
             device=self._resources.device,
             threads=self._resources.threads,
             eos_token_ids=spec.eos_token_ids,

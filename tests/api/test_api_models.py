@@ -56,6 +56,9 @@ async def test_administration_reads(gateway: Any) -> None:
         ({"peers": ["a", "b"], "dtype": "float32"}, 202, LoadOptions(peers=("a", "b"), dtype="float32")),
         ({"peer": "a"}, 202, LoadOptions(num_stages=1, peers=("a",))),
         ({"num_stages": None, "quantization": None, "unknown": 1}, 202, LoadOptions()),
+        ({"quantization": {"method": "int8"}}, 202, LoadOptions(quantization="int8")),
+        ({"quantization": {"backend": "torchao"}}, 202, LoadOptions(quantization="int4-fast")),
+        ({"quantization": {"method": "none"}}, 202, LoadOptions(quantization="none")),
     ],
 )
 async def test_load(gateway: Any, body: Any, status: int, options: LoadOptions) -> None:
@@ -76,6 +79,8 @@ async def test_load(gateway: Any, body: Any, status: int, options: LoadOptions) 
         ({"peer": "a", "peers": ["b"]}, "peer"),
         ({"dtype": "int3"}, "dtype"),
         ({"quantization": {"bits": 4}}, "quantization"),
+        ({"quantization": {"method": "gptq"}}, "quantization"),
+        ({"quantization": "int8"}, "quantization"),
         ({"wait": "yes"}, "wait"),
     ],
 )

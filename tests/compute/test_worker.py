@@ -40,6 +40,7 @@ def head_spec(folder: Path, **settings: Any) -> WorkerSpec:
         "num_layers": 8,
         "scripted": True,
         "dtype": "float32",
+        "quantization": "none",
         "device": "cpu",
         "threads": 1,
         "eos_token_ids": (0,),

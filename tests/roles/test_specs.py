@@ -23,6 +23,7 @@ LOAD = LoadSpec(
     files=(FileEntry(path="shards/stage-1/model.safetensors", size=5, sha256="0f" * 32),),
     scripted=False,
     dtype="bfloat16",
+    quantization="int8",
     eos_token_ids=(2, 7),
     num_stages=3,
     first_layer=4,
@@ -48,6 +49,7 @@ WORKER = WorkerSpec(
     num_layers=9,
     scripted=False,
     dtype="bfloat16",
+    quantization="int8",
     device="cpu",
     threads=2,
     eos_token_ids=(2, 7),
@@ -98,6 +100,8 @@ def test_a_load_that_lacks_something_names_it(name: str) -> None:
         ("eos_token_ids", None),
         ("schedule", "fastest"),
         ("schedule", 1),
+        ("quantization", "int3"),
+        ("quantization", None),
     ],
 )
 def test_a_load_with_something_odd_is_refused(name: str, value: object) -> None:

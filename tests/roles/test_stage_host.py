@@ -67,6 +67,7 @@ def load_spec(files: tuple[Any, ...]) -> LoadSpec:
         "files": [f.model_dump() for f in files],
         "scripted": True,
         "dtype": "float32",
+        "quantization": "none",
         "schedule": "cost",
     }
     body |= {"eos_token_ids": [0], "nodes": ["n"], **numbers}
