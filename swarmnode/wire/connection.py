@@ -13,6 +13,8 @@ from swarmnode.wire import limits
 from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, WRITE_S
 from swarmnode.wire.frames import FrameDecoder, encode, frame_size
 from swarmnode.wire.link import Channel
+from swarmnode.wire.prompt import PromptStream
+from swarmnode.wire.tls_stream import TlsStream
 from swarmnode.wire.traffic import Counts
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from swarmnode.wire.frames import Frame
 
 _CANCEL = 0x8
+SMALL_FRAME_BYTES = 64 << 10
+"""A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
 _REFUSALS = {403: "to this node: it was removed from the swarm, or its certificate is not for that"}
 
 
@@ -96,8 +100,12 @@ class DirectChannel(Channel):
             raise type(self._broken)(self._broken.message)
         encoded = encode(frame)
         self._connection.session.send(self._id, *encoded)
-        self.counts.gave(frame_size(encoded))
-        self._connection.wake_writer()
+        size = frame_size(encoded)
+        self.counts.gave(size)
+        if size <= SMALL_FRAME_BYTES:
+            self._connection.write_now()
+        else:
+            self._connection.wake_writer()
 
     def _decode(self, data: h2s.Data) -> None:
         self._connection.session.consumed(self._id, data.credit)
@@ -149,12 +157,14 @@ class Connection:
     ) -> None:
         self.session = h2s.H2Session(client=client)
         self._stream = stream
+        self._bytes = stream if isinstance(stream, TlsStream) else PromptStream(stream)
         self._on_open = on_open
         self._channels: dict[h2s.ChannelId, DirectChannel] = {}
         self._wake = trio.Event()
         self._written = trio.Event()
         self._ended = trio.Event()
         self._writing = False
+        """The writer task is at it, or must be: something is left of what was written at once."""
         self._closing = False
 
     async def run(self) -> None:
@@ -194,6 +204,20 @@ class Connection:
         if self.session.wants_write or self._closing:
             self._wake.set()
 
+    def write_now(self) -> None:
+        """Write all that may go, if the socket takes it without waiting; the writer task sees to the rest."""
+        if self._writing or self._closing:
+            self.wake_writer()
+            return
+        try:
+            self._writing = not self._bytes.send_now(self.session.data_to_send())
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._writing = True  # the writer task meets the same error, and it may end the connection
+        if self._writing or self.session.wants_write:
+            self._wake.set()
+        else:
+            self._notify_written()
+
     async def written(self) -> None:
         """Wait until something more was written, or the connection ended."""
         if not self._ended.is_set():
@@ -212,7 +236,7 @@ class Connection:
     async def _read_all(self) -> SwarmError:
         try:
             while True:
-                data = await self._stream.receive_some(limits.READ_BYTES)
+                data = await self._bytes.receive_some(limits.READ_BYTES)
                 if not data:
                     return LinkBroken("the peer closed the connection")
                 for event in self.session.receive_data(data, trio.current_time()):
@@ -265,7 +289,7 @@ class Connection:
     async def _write_all(self, scope: trio.CancelScope) -> None:
         try:
             while True:
-                if self.session.wants_write:
+                if self._writing or self.session.wants_write:
                     await self._write_some()
                 elif self._closing:
                     return
@@ -282,10 +306,10 @@ class Connection:
     async def _write_some(self) -> None:
         """One write of all that may go now: this is the bundle."""
         data = self.session.data_to_send()
-        if data:
+        if data or self._writing:
             self._writing = True
             with trio.fail_after(WRITE_S):
-                await self._stream.send_all(data)
+                await self._bytes.send_all(data)
             self._writing = False
         self._notify_written()
 

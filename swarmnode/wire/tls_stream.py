@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ssl
 from contextlib import suppress
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import trio
 
 from swarmnode.wire import limits
+from swarmnode.wire.prompt import PromptStream
+
+if TYPE_CHECKING:
+    from swarmnode.wire.frames import Buffer
 
 ENCRYPT_BYTES = 256 << 10
 """Encrypted and written at a time: the other end decrypts one part while the next is encrypted here."""
@@ -30,6 +34,7 @@ class TlsStream(trio.abc.Stream):
 
     def __init__(self, transport: trio.abc.Stream, context: ssl.SSLContext, *, server_side: bool = False) -> None:
         self.transport = transport
+        self._ciphertext = PromptStream(transport)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._plain = memoryview(b"")
@@ -81,16 +86,22 @@ class TlsStream(trio.abc.Stream):
             await self._give_up(error)
         return data
 
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+    def send_now(self, data: Buffer) -> bool:
+        """See `PromptStream.send_now`."""
+        self._check_sendable()
+        self._encrypt(memoryview(data))
+        return self._ciphertext.send_now(self._outgoing.read())
+
+    async def send_all(self, data: Buffer) -> None:
         """Raises BrokenResourceError, also when an earlier send was cancelled."""
-        self._check_open()
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this TLS stream")
+        self._check_sendable()
         await trio.lowlevel.checkpoint_if_cancelled()
-        with memoryview(data) as view:
-            for start in range(0, len(view), ENCRYPT_BYTES):
-                self._encrypt(view[start : start + ENCRYPT_BYTES])
-                await self._flush()
+        view = memoryview(data)
+        self._encrypt(view[:ENCRYPT_BYTES])
+        await self._flush()
+        for start in range(ENCRYPT_BYTES, len(view), ENCRYPT_BYTES):
+            self._encrypt(view[start : start + ENCRYPT_BYTES])
+            await self._flush()
 
     async def wait_send_all_might_not_block(self) -> None:
         self._check_open()
@@ -111,7 +122,7 @@ class TlsStream(trio.abc.Stream):
 
     async def _fill(self) -> bool:
         """Wait for more from the transport; False at its end."""
-        data = await self.transport.receive_some(limits.READ_BYTES)
+        data = await self._ciphertext.receive_some(limits.READ_BYTES)
         self._incoming.write(data)
         return bool(data)
 
@@ -119,8 +130,9 @@ class TlsStream(trio.abc.Stream):
         """Write all that is encrypted; one task at a time."""
         self._sending = True
         try:
+            await self._ciphertext.send_all(self._outgoing.read())
             while self._outgoing.pending:
-                await self.transport.send_all(self._outgoing.read())
+                await self._ciphertext.send_all(self._outgoing.read())
         except BaseException:
             self._broken = True
             raise
@@ -175,6 +187,11 @@ class TlsStream(trio.abc.Stream):
         if not self._sending:
             await self._send_alert()
         raise trio.BrokenResourceError("the TLS connection is broken") from error
+
+    def _check_sendable(self) -> None:
+        self._check_open()
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this TLS stream")
 
     def _check_open(self) -> None:
         if self._closed:
