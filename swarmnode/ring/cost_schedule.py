@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from swarmnode.ring.cost_model import CostModel
     from swarmnode.ring.head_config import HeadConfig
     from swarmnode.ring.partition import Partition
+    from swarmnode.ring.schedule import Schedule
 
 PLAN_STEPS = 16
 """Group steps after which a plan is held against newer costs."""
@@ -110,3 +111,8 @@ class CostSchedule:
             return wanted
         room = PIECE_BYTES_IN_FLIGHT // now.bytes_per_position - now.positions_in_flight
         return min(wanted, max(2, now.pieces_in_flight + room // n))
+
+
+def make_schedule(config: HeadConfig, costs: CostModel) -> Schedule:
+    """The schedule the configuration names."""
+    return SourceSchedule(config) if config.schedule == "source" else CostSchedule(config, costs)

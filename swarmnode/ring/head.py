@@ -7,14 +7,14 @@ engine. A ring of one stage hands its answers to itself: the engine's result alr
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.ids import RequestId, SessionId
 from swarmnode.machine import drain
 from swarmnode.ring.admission import Admission
 from swarmnode.ring.cost_model import CostModel
-from swarmnode.ring.cost_schedule import CostSchedule
+from swarmnode.ring.cost_schedule import make_schedule
 from swarmnode.ring.head_messages import (
     Accepted,
     Cancel,
@@ -45,15 +45,14 @@ from swarmnode.ring.messages import (
 )
 from swarmnode.ring.probes import Probes
 from swarmnode.ring.progress import END_SLACK, ProgressDeadline
-from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
 from swarmnode.ring.session import Phase, Session
+from swarmnode.ring.sessions import Sessions
 from swarmnode.ring.turns import Turns
 from swarmnode.ring.work import GroupWork, PieceWork, Work, WorkResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from swarmnode.ring.head_config import HeadConfig
+    from swarmnode.ring.schedule import Pass, Schedule
     from swarmnode.ring.work import Activation
 
 
@@ -65,8 +64,8 @@ class Head:
         self.costs = CostModel(config.num_stages)
         self.admission = Admission(config)
         self.progress = ProgressDeadline()
-        self._schedule = schedule or _schedule(config, self.costs)
-        self._sessions: dict[SessionId, Session] = {}
+        self._schedule = schedule or make_schedule(config, self.costs)
+        self._sessions = Sessions()
         self._by_request: dict[RequestId, Session] = {}
         self._prefilling: deque[Session] = deque()
         self._turns = Turns()
@@ -114,7 +113,7 @@ class Head:
         return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
     def _limit_s(self) -> float:
-        return self.progress.limit_s(pieces_in_flight=any(s.pieces for s in self._sessions.values()))
+        return self.progress.limit_s(pieces_in_flight=self._sessions.reading)
 
     def _deadline_s(self, session: Session, limit_s: float) -> float | None:
         """When the session counts as stalled; None while nothing of it is under way."""
@@ -140,7 +139,7 @@ class Head:
         return {
             "sessions": len(self._sessions),
             "waiting": len(self.admission.waiting),
-            "running": self._running(),
+            "running": self._sessions.running,
             "ending": phases.count(Phase.ENDING),
             "kv_reserved_tokens": self.admission.budget.used_tokens,
             "kv_budget_tokens": self.admission.budget.total_tokens,
@@ -175,11 +174,11 @@ class Head:
         """The error of a request that is refused at the door, as (code, message)."""
         if self._broken:
             return "stage_lost", "a stage of this model was lost; load it again"
-        return self.admission.why_not(session, self._running())
+        return self.admission.why_not(session, self._sessions.running)
 
     def _admit(self, now: float) -> None:
         """Start waiting sessions in order while the budget and the in-flight limit allow."""
-        while (session := self.admission.next_start(self._running())) is not None:
+        while (session := self.admission.next_start(self._sessions.running)) is not None:
             session.started_s = session.progress_s = session.ready_s = now
             self._prefilling.append(session)
             self._events.append(Started(session.request))
@@ -188,21 +187,10 @@ class Head:
 
     def next_work(self, now: float) -> Work | None:
         """What stage 0 computes next: a piece, unless a step goes first."""
-        chosen = self._pass()
-        if any(self._turns.step_goes_first((s.id,), s.delayed) for s in self._ready()):
+        chosen = self._sessions.pass_now(self._bytes_per_position)
+        if any(self._turns.step_goes_first((s.id,), s.delayed) for s in self._sessions.ready()):
             return self._next_group(chosen, now) or self._next_piece(chosen, now)
         return self._next_piece(chosen, now) or self._next_group(chosen, now)
-
-    def _pass(self) -> Pass:
-        groups = Counter(s.group for s in self._sessions.values() if s.phase is Phase.DECODE and s.in_flight)
-        under_way = [piece for s in self._sessions.values() for piece in s.pieces]
-        return Pass(
-            ready=len(self._ready()),
-            groups_in_flight=tuple(groups.values()),
-            pieces_in_flight=len(under_way),
-            positions_in_flight=sum(piece.n for piece in under_way),
-            bytes_per_position=self._bytes_per_position,
-        )
 
     def _next_piece(self, chosen: Pass, now: float) -> PieceWork | None:
         """The next prompt piece, sessions in turn."""
@@ -217,7 +205,7 @@ class Head:
         if not work.last:
             self._prefilling.append(session)
         self._turns.piece_begins()
-        for other in self._ready():
+        for other in self._sessions.ready():
             other.delayed = True
         return work
 
@@ -226,7 +214,7 @@ class Head:
         if not chosen.ready:
             return None
         rows = self._schedule.group_rows(chosen)
-        ready = sorted(self._ready(), key=lambda s: s.ready_s)[:rows]
+        ready = sorted(self._sessions.ready(), key=lambda s: s.ready_s)[:rows]
         if not ready:
             return None
         self._next_group_id += 1
@@ -236,16 +224,17 @@ class Head:
     def complete(self, work: Work, result: WorkResult, now: float) -> None:
         """Take the engine's result: send it on, or in a ring of one treat it as the answer."""
         for session_id, failure in result.failed.items():
-            if session := self._alive(session_id):
+            if session := self._sessions.alive(session_id):
                 self._refuse(session, failure.code, failure.message, now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
             self._turns.piece_ended(result.compute_ms, now)
-            if session := self._alive(work.session):
+            if session := self._sessions.alive(work.session):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
             self._turns.step_ended(result.compute_ms)
-            rows = [Row(r.session, self._gen(r.session), r.pos) for r in work.rows if r.session not in result.failed]
+            done = [row for row in work.rows if row.session not in result.failed]
+            rows = [Row(row.session, self._sessions.gen(row.session), row.pos) for row in done]
             self._group_computed(rows, result, compute_ms, now)
         self._admit(now)
 
@@ -274,7 +263,7 @@ class Head:
         if self.config.num_stages == 1:
             self._tokens(Tokens(tuple(rows), result.tokens, compute_ms), now)
             return
-        alive = [i for i, row in enumerate(rows) if self._alive(row.session)]
+        alive = [i for i, row in enumerate(rows) if self._sessions.alive(row.session)]
         if not alive:
             return
         hidden = _required(result.hidden).take_rows(alive)
@@ -291,7 +280,7 @@ class Head:
             case Tokens():
                 self._tokens(message, now)
             case Failed(session=session_id, gen=gen, code=code, message=text):
-                if (session := self._alive(session_id)) and session.gen == gen:
+                if (session := self._sessions.alive(session_id)) and session.gen == gen:
                     self._refuse(session, code, text, now)
             case Ended(session=session_id):
                 self._ended(session_id)
@@ -302,7 +291,7 @@ class Head:
         self._admit(now)
 
     def _piece_done(self, answer: PieceDone, now: float) -> None:
-        session = self._alive(answer.session)
+        session = self._sessions.alive(answer.session)
         if session is None or session.gen != answer.gen or session.phase is not Phase.PREFILL:
             return
         if not session.pieces or answer.pos != session.pieces[0].pos:
@@ -318,12 +307,12 @@ class Head:
             self._take_token(session, answer.token, now)
 
     def _tokens(self, answer: Tokens, now: float) -> None:
-        sent_s = [s.step_started_s for row in answer.rows if (s := self._alive(row.session)) and s.in_flight]
+        sent_s = [s.step_started_s for row in answer.rows if (s := self._sessions.alive(row.session)) and s.in_flight]
         if sent_s:
             wall_ms = (now - max(sent_s)) * 1e3
             self.costs.observe_group(len(answer.rows), answer.compute_ms, wall_ms - answer.queue_ms)
         for row, token in zip(answer.rows, answer.tokens, strict=True):
-            session = self._alive(row.session)
+            session = self._sessions.alive(row.session)
             if session is None or session.gen != row.gen or row.pos != session.length or not session.in_flight:
                 continue
             wall_s = now - session.step_started_s
@@ -382,7 +371,7 @@ class Head:
             return
         self._broken = True
         self._events.append(RingBroken(why))
-        for session in self._active():
+        for session in self._sessions.active():
             self._refuse(session, "stage_lost", f"{why}; load the model again", now)
         for session_id in [s.id for s in self._sessions.values()]:
             self._ended(session_id)
@@ -403,32 +392,9 @@ class Head:
             self.costs.observe_road(round_ms)
             self._events.append(Probed(nonce, round_ms))
 
-    # look-ups
-
-    def _running(self) -> int:
-        return sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in self._sessions.values())
-
-    def _ready(self) -> list[Session]:
-        return [s for s in self._sessions.values() if s.phase is Phase.DECODE and s.last_token is not None]
-
-    def _active(self) -> Iterable[Session]:
-        return [s for s in self._sessions.values() if s.phase is not Phase.ENDING]
-
-    def _alive(self, session_id: SessionId) -> Session | None:
-        session = self._sessions.get(session_id)
-        return session if session is not None and session.phase is not Phase.ENDING else None
-
-    def _gen(self, session_id: SessionId) -> int:
-        session = self._sessions.get(session_id)
-        return session.gen if session is not None else 0
-
 
 def _required(hidden: Activation | None) -> Activation:
     """Every stage but the last returns hidden states; an engine that does not is a bug, not a session's fault."""
     if hidden is None:
         raise RuntimeError("the engine of a stage that is not the last returned no hidden states")
     return hidden
-
-
-def _schedule(config: HeadConfig, costs: CostModel) -> Schedule:
-    return SourceSchedule(config) if config.schedule == "source" else CostSchedule(config, costs)
