@@ -6,6 +6,8 @@ page cache is not mapped, and tensors outside the slice are not read.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -60,6 +62,7 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     if lean is not None:
         lean.finish()
     model.finish()
+    _return_freed_memory()
     engine = TorchEngine(model)
     _prove(engine)
     return engine
@@ -85,6 +88,13 @@ def _check_kernels(quantization: str, device: torch.device) -> None:
             f"quantization {quantization!r} packs weights for the CPU's kernels, this stage is on {device}; "
             "use --device cpu there, or load without quantization"
         )
+
+
+def _return_freed_memory() -> None:
+    """Give what loading has freed back to the system: glibc keeps the dense blocks of a quantized load otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _find_tensors(spec: StageSpec) -> dict[str, _Source]:

@@ -28,6 +28,7 @@ _MEASURE_S = 0.5
 DEFAULT_ROWS = 32
 CHUNK_ROWS = 128
 """Weights are unpacked in multiples of this many output rows: whole blocks of every packed layout."""
+_QUANTIZED_ROWS = 4 * CHUNK_ROWS
 _CHUNK_ELEMENTS = 1 << 20
 """4 MiB of float32 at a time: little beside any slice, and it stays in the CPU's cache."""
 
@@ -146,9 +147,13 @@ class Int4Projection(PackedProjection):
     name = "int4-fast"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        codes, self._scales_zeros = quantize_int4(weight)
         self._in = weight.shape[1]
-        self._weight = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self._weight = torch.empty((weight.shape[0], self._in // 2), dtype=torch.uint8)
+        self._scales_zeros = torch.empty((self._in // GROUP, weight.shape[0], 2), dtype=torch.bfloat16)
+        for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held in 32 bits
+            part = slice(begin, begin + _QUANTIZED_ROWS)
+            codes, self._scales_zeros[:, part] = quantize_int4(weight[part])
+            self._weight[part] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
         super().__init__(weight.shape, bias)
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -181,8 +186,8 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, in) → codes and bfloat16 scales by row. Codes are rounded against the scale as stored."""
     scales = (weight.abs().amax(1).float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    for begin in range(0, weight.shape[0], 4096):  # bounds what is held in float32
-        part = slice(begin, begin + 4096)
+    for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held in float32
+        part = slice(begin, begin + _QUANTIZED_ROWS)
         codes[part] = (weight[part].float() / scales[part].float()[:, None]).round_().clamp_(-127, 127)
     return codes, scales
 

@@ -97,6 +97,15 @@ def test_shapes_the_four_bit_kernel_does_not_take_get_eight_bits() -> None:
     assert isinstance(packed("int8", weights(), None), Int8Projection)
 
 
+def test_a_large_weight_is_quantized_in_parts_to_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weights(512, 64)
+    whole = Int4Projection(weight, None)
+    eight = Int8Projection(weight, None)
+    monkeypatch.setattr(projections, "_QUANTIZED_ROWS", 128)
+    assert torch.equal(Int4Projection(weight, None).unpack(0, 512), whole.unpack(0, 512))
+    assert torch.equal(Int8Projection(weight, None).unpack(0, 512), eight.unpack(0, 512))
+
+
 def test_sizes() -> None:
     weight = weights(256, 128)
     assert Int8Projection(weight, None).size_bytes() == 256 * 128 + 2 * 256

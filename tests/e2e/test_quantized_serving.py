@@ -1,0 +1,54 @@
+"""The demo model in 8 and 4 bits over two peers, in real processes: it answers sensibly and its stages are smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from local_swarms import Swarm, start_swarm, wait_until
+
+from swarmnode.errors import SwarmError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model]
+MODEL = "smollm2-135m-instruct"
+QUESTION = "Why is the sky blue? Answer in one sentence."
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory, demo_models_root: Path) -> Iterator[Swarm]:
+    swarm = start_swarm(tmp_path_factory.mktemp("quantized"), demo_models_root, peers=2)
+    yield swarm
+    swarm.close()
+
+
+def rss_anon_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def answer(swarm: Swarm) -> str:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+    text: str = swarm.client.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    return text
+
+
+def test_eight_and_four_bits_answer_and_take_less(swarm: Swarm) -> None:
+    taken: dict[str, int] = {}
+    for method in ("none", "int8", "int4-fast"):
+        status = swarm.load(MODEL, num_stages=2, quantization={"method": method})
+        assert (status["quantization"], status["dtype"]) == (method, "bfloat16")
+        taken[method] = sum(rss_anon_bytes(pid) for pid in swarm.worker_pids(MODEL).values())
+        assert "sky" in answer(swarm).lower()
+        wait_until(lambda: swarm.quiet(MODEL), "all sessions are freed")
+        swarm.unload(MODEL)
+    assert taken["none"] > taken["int8"] + (60 << 20), taken
+    assert taken["int8"] > taken["int4-fast"] + (20 << 20), taken
+
+
+def test_what_is_not_served_is_refused_with_what_is(swarm: Swarm) -> None:
+    with pytest.raises(SwarmError, match="int4-fast"):
+        swarm.load(MODEL, quantization={"method": "gptq"})
