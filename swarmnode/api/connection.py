@@ -89,11 +89,12 @@ class Connection:
         self._writing = trio.Lock()
         self._idle = TrioSingleTask()
         self._waiting: Literal["request", "headers", "nothing"] = "request"
+        self._idle_since_s = trio.current_time()
 
     @property
-    def idle(self) -> bool:
-        """Between two requests, or before the first is whole: ending it loses no reply."""
-        return self._waiting != "nothing"
+    def idle_since_s(self) -> float | None:
+        """Since when it is between two requests, or before its first is whole, so that ending it loses no reply."""
+        return None if self._waiting == "nothing" else self._idle_since_s
 
     async def run(self) -> None:
         """Returns when the connection is over; no failure of one client gets out."""
@@ -183,6 +184,7 @@ class Connection:
 
     async def _wait_for_request(self) -> None:
         self._waiting = "request"
+        self._idle_since_s = trio.current_time()
         if self._protocol.connection.trailing_data[0]:  # it began while the last one was answered
             await self._begin_request()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import trio
@@ -68,8 +69,7 @@ class _Server:
         self._limits = limits
         self._config = hypercorn_config(limits)
         self._context = WorkerContext(None)
-        self._connections: dict[Connection, None] = {}
-        """In the order they came."""
+        self._connections: set[Connection] = set()
         self._none_left = trio.Event()
 
     async def run(self, stopping: trio.Event) -> None:
@@ -91,24 +91,25 @@ class _Server:
             log.warning("refused a connection: %s are open and busy", self._limits.connections)
             connection.abort()
             return
-        self._connections[connection] = None
+        self._connections.add(connection)
         try:
             await connection.run()
         finally:
-            self._connections.pop(connection, None)
+            self._connections.discard(connection)
             if not self._connections:
                 self._none_left.set()
 
     def _make_room(self) -> bool:
-        """Whether one more connection may be open; an idle one is ended for it, the oldest first."""
+        """Whether one more connection may be open; the one that has been idle longest is ended for it."""
         if len(self._connections) < self._limits.connections:
             return True
-        for oldest in self._connections:
-            if oldest.idle:
-                del self._connections[oldest]  # its task ends soon; its place is free now
-                oldest.abort()
-                return True
-        return False
+        idle = [(since_s, one) for one in self._connections if (since_s := one.idle_since_s) is not None]
+        if not idle:
+            return False
+        _, longest = min(idle, key=itemgetter(0))
+        self._connections.discard(longest)  # its task ends soon; its place is free now
+        longest.abort()
+        return True
 
     async def _drain(self) -> None:
         for listener in self._listeners:

@@ -15,7 +15,7 @@ from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address, require_loopback
 from swarmnode.wire.connection import Connection, DirectChannel
-from swarmnode.wire.crowd import Crowd
+from swarmnode.wire.crowd import Crowd, Strikes
 from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, JOIN_S, TCP_USER_TIMEOUT_S
 from swarmnode.wire.handshake import greet
 from swarmnode.wire.link import CHANNEL_KINDS, JOIN_KIND, NO_OPTIONS
@@ -98,8 +98,11 @@ class DirectTransport:
             return
         source = stream.socket.getpeername()[0] if stream.socket.fileno() >= 0 else ""
         try:
+            crowds.strikes.count(source, trio.current_time())
             with crowds.shaking.place(source):
                 secured = await self.tls.secure_accepted(stream)
+            if secured.peer is not None:
+                crowds.strikes.forgive(source)
             if secured.peer is None:
                 with crowds.joining.place(source), trio.move_on_after(JOIN_S):
                     await server.serve(secured.stream, _stranger(source))
@@ -168,6 +171,7 @@ class Crowds:
 
     shaking: Crowd = field(default_factory=lambda: Crowd(places=256, per_source=64))
     joining: Crowd = field(default_factory=lambda: Crowd(places=32, per_source=8))
+    strikes: Strikes = field(default_factory=Strikes)
 
 
 class Server:

@@ -77,7 +77,7 @@ async def gone(raw: Any) -> bool:
 
 
 @FEW
-async def test_beyond_the_limit_the_oldest_idle_connection_makes_room(gateway: Any, body: Any) -> None:
+async def test_beyond_the_limit_the_longest_idle_connection_makes_room(gateway: Any, body: Any) -> None:
     from swarmnode.api.replay import Replay
 
     gateway.backend.replay = Replay(prefill_s=0.5)
@@ -96,6 +96,16 @@ async def test_beyond_the_limit_the_oldest_idle_connection_makes_room(gateway: A
     assert (await another.reply()).status == 200
     assert await gone(idle[1])
     assert (await busy.reply()).status == 200
+
+
+@FEW
+async def test_a_client_in_use_outlives_newer_connections_that_never_asked(gateway: Any) -> None:
+    client = await gateway.raw()
+    for _ in range(6):
+        await gateway.raw()
+        await trio.sleep(0.05)
+        await client.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.reply()).status == 200
 
 
 @FEW

@@ -22,6 +22,7 @@ from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
 from swarmnode.wire import deadlines, direct, limits
 from swarmnode.wire.address import Address
 from swarmnode.wire.connection import Connection
+from swarmnode.wire.crowd import BURST, MAX_SOURCES, Strikes
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import CHANNEL_KINDS
@@ -195,6 +196,36 @@ def goaway_code(data: bytes) -> int | None:
             return int(struct.unpack(">I", data[13:17])[0])
         data = data[9 + length :]
     return None
+
+
+async def test_handshakes_for_nothing_are_counted_before_they_cost_anything(port: Port) -> None:
+    """Whoever comes back without end is refused at once; the friend, from the same address, is not cut off."""
+    for number in range(20 * BURST):  # while they come faster than they are forgiven
+        try:
+            stream = await port.attacker(None)
+        except (trio.BrokenResourceError, OSError):
+            assert number >= BURST
+            break
+        await trio.aclose_forcefully(stream)
+    else:
+        pytest.fail("nothing was refused")
+    await port.friend_goes_on()
+
+
+def test_strikes_are_per_source_and_forgiven() -> None:
+    strikes = Strikes()
+    for _ in range(BURST):
+        strikes.count("a", 0.0)
+    with pytest.raises(Overloaded):
+        strikes.count("a", 0.0)
+    strikes.count("b", 0.0)
+    strikes.count("a", 1.0)
+    for _ in range(10 * BURST):
+        strikes.count("c", 0.0)
+        strikes.forgive("c")
+    for number in range(2 * MAX_SOURCES):
+        strikes.count(str(number), 0.0)
+    assert len(strikes._budgets) == MAX_SOURCES
 
 
 # -- frames
