@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from swarmnode.ring.messages import Group, Piece, Row
 from swarmnode.ring.work import Activation
 from swarmnode.roles.enrolment import certify_self
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
+from swarmnode.roles.outbox import Outbox
 from swarmnode.wire.address import Address, parse_address
 from swarmnode.wire.blocking import FrameReader, FrameWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -40,7 +41,7 @@ from swarmnode.wire.ring_codec import to_frame
 from swarmnode.wire.tls import SwarmTls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 SIZES = {"1 KB": 1 << 10, "16 KB": 16 << 10, "2.6 MB": 256 * 5120 * 2}
 """A decode row of hidden size 512 and 8192, and a prompt piece of 256 positions of hidden size 5120, all bf16."""
@@ -164,32 +165,39 @@ class Route:
         worker.stdin.close()
         self._sender = LaneSender(RingId("bench"), out, (1, 0))
         self._receiver = LaneReceiver(RingId("bench"), back, (1, 0))
+        self._to_next, self._to_worker = Outbox(), Outbox()
         self.results: dict[str, Any] = {}
 
     async def run_until_measured(self, channel: Channel) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._to_worker, channel)
-            await self._to_link(channel)
-            nursery.cancel_scope.cancel()
+        async with self._joined(channel) as nursery:
+            nursery.start_soon(self._read_link, channel)
+            await self._read_worker()
 
     async def run_until_link_ends(self, channel: Channel) -> None:
+        async with self._joined(channel) as nursery:
+            nursery.start_soon(self._read_worker)
+            await self._read_link(channel)
+
+    @asynccontextmanager
+    async def _joined(self, channel: Channel) -> AsyncIterator[trio.Nursery]:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._to_link, channel)
-            await self._to_worker(channel)
+            nursery.start_soon(self._to_next.run, channel, self._sender.stamp)
+            nursery.start_soon(self._to_worker.run, self.pipe)
+            yield nursery
             nursery.cancel_scope.cancel()
 
-    async def _to_link(self, channel: Channel) -> None:
+    async def _read_worker(self) -> None:
         while (frame := await self.pipe.receive()) is not None:
             if frame.kind == "stats":
                 self.results = unpack_body(frame.body)
                 return
-            await channel.send(self._sender.stamp(frame))
+            self._to_next.post(frame)
 
-    async def _to_worker(self, channel: Channel) -> None:
+    async def _read_link(self, channel: Channel) -> None:
         async for frame in channel:
             accepted = self._receiver.accept(frame)
             if accepted is not None:
-                await self.pipe.send(accepted)
+                self._to_worker.post(accepted)
 
 
 async def far_node(credentials: str) -> None:

@@ -1,19 +1,20 @@
-"""Frames on their way to one channel: queued without waiting, sent by one task, bounded."""
+"""Frames on their way to one channel: sent at once where that needs no waiting, else queued, bounded, and in order."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.wire.pipe import FramePipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.link import Channel
-    from swarmnode.wire.pipe import FramePipe
 
 MAX_FRAMES = 4096
 MAX_BYTES = 256 << 20
@@ -22,24 +23,67 @@ of a few MiB per stage, a row per session), so a longer queue means that the oth
 
 
 class Outbox:
-    """`post` never waits, so a router can call it for every frame; `run` sends in order until it is cancelled."""
+    """`post` never waits, so a router can call it for every frame; `run` joins it to a channel until it is cancelled.
+
+    While nothing waits, `post` gives a frame straight to the channel: a queue and a task's turn in between would be
+    paid by every token. What cannot go at once is queued, and `run` sends it in order.
+    """
 
     def __init__(self) -> None:
-        self._send, self._receive = trio.open_memory_channel["Frame"](MAX_FRAMES)
+        self._waiting: deque[Frame] = deque()
         self._bytes = 0
+        self._arrived = trio.Event()
+        self._stamp: Callable[[Frame], Frame] = _as_it_is
+        self._idle: Channel | FramePipe | None = None
+        """The channel, while nothing waits for it."""
 
     def post(self, frame: Frame) -> None:
-        """Queue a frame; raises LinkBroken when the other end has let too much pile up."""
+        """Send or queue a frame; raises LinkBroken when the other end has let too much pile up."""
         if self._bytes and self._bytes + len(frame.body) > MAX_BYTES:
             raise LinkBroken(f"the other end left {self._bytes} bytes unread")
+        if len(self._waiting) >= MAX_FRAMES:
+            raise LinkBroken(f"the other end left {MAX_FRAMES} frames unread")
+        frame = self._stamp(frame)
+        if self._idle is None:
+            self._queue(frame)
+        elif not self._send_now(self._idle, frame):
+            self._idle = None
+            self._arrived.set()
+
+    async def run(self, channel: Channel | FramePipe, stamp: Callable[[Frame], Frame] | None = None) -> None:
+        """Send what is posted, each frame as `stamp` returns it; raises LinkBroken when the channel does."""
+        if stamp is not None:
+            self._stamp = stamp
+            self._waiting = deque(map(stamp, self._waiting))
         try:
-            self._send.send_nowait(frame)
-        except trio.WouldBlock:
-            raise LinkBroken(f"the other end left {MAX_FRAMES} frames unread") from None
+            while True:
+                await self._send_waiting(channel)
+                self._arrived, self._idle = trio.Event(), channel
+                await self._arrived.wait()
+        finally:
+            self._idle, self._stamp = None, _as_it_is
+
+    def _queue(self, frame: Frame) -> None:
+        self._waiting.append(frame)
         self._bytes += len(frame.body)
 
-    async def run(self, channel: Channel | FramePipe, stamp: Callable[[Frame], Frame] = lambda frame: frame) -> None:
-        """Send what is posted, each frame as `stamp` returns it; raises LinkBroken when the channel does."""
-        async for frame in self._receive:
-            await channel.send(stamp(frame))
+    def _send_now(self, channel: Channel | FramePipe, frame: Frame) -> bool:
+        """False: `run` has to go on with it."""
+        try:
+            channel.send_nowait(frame)
+        except SwarmError:  # it is full, and `run` waits; or it broke, and `run` meets the same error
+            self._queue(frame)
+            return False
+        return not (isinstance(channel, FramePipe) and channel.unsent)
+
+    async def _send_waiting(self, channel: Channel | FramePipe) -> None:
+        if isinstance(channel, FramePipe) and channel.unsent:
+            await channel.send()
+        while self._waiting:
+            frame = self._waiting.popleft()
+            await channel.send(frame)
             self._bytes -= len(frame.body)
+
+
+def _as_it_is(frame: Frame) -> Frame:
+    return frame

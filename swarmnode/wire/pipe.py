@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import LinkBroken, Overloaded
 from swarmnode.wire.blocking import IOV_MAX, READ_BYTES, drop_front
 from swarmnode.wire.frames import FrameDecoder, encode, frame_size
 from swarmnode.wire.traffic import Counts
@@ -41,27 +41,54 @@ class FramePipe:
         self._send_fd = send_fd
         self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
+        self._unsent: list[Buffer] = []
         self._torn = False
+        self._drained = False
+        """The last read took all there was, so another would only be told to wait."""
 
     async def send(self, *frames: Frame) -> None:
-        """Write the frames, in as few writes as the pipe takes. Raises LinkBroken when the worker's input is closed.
+        """Write the frames, in as few writes as the pipe takes, behind what `send_nowait` left. Raises LinkBroken when
+        the worker's input is closed.
 
         A cancelled send leaves part of a frame in the pipe: nothing can be sent after it.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        if self._torn:
-            raise LinkBroken("an earlier frame for the worker was cut off")
-        buffers = self._encode(frames)
+        self._queue(frames)
         self._torn = True
-        while buffers:
-            try:
-                drop_front(buffers, os.writev(self._send_fd, buffers[:IOV_MAX]))
-            except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_writable, self._send_fd)
-            except OSError as error:
-                raise LinkBroken("the worker's input is closed") from error
+        while not self._write():
+            await self._wait(trio.lowlevel.wait_writable, self._send_fd)
         self._torn = False
         await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def send_nowait(self, frame: Frame) -> None:
+        """Write what the pipe takes of a frame; what is `unsent` then needs a `send`, if only one of no frames.
+
+        Raises Overloaded while an earlier frame is unsent, LinkBroken as `send` does.
+        """
+        if self._unsent:
+            raise Overloaded("the pipe to the worker is full")
+        self._queue((frame,))
+        self._write()
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def _queue(self, frames: tuple[Frame, ...]) -> None:
+        if self._torn:
+            raise LinkBroken("an earlier frame for the worker was cut off")
+        self._unsent += self._encode(frames)
+
+    def _write(self) -> bool:
+        """False: the pipe is full, and something is left."""
+        try:
+            while self._unsent:
+                drop_front(self._unsent, os.writev(self._send_fd, self._unsent[:IOV_MAX]))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise LinkBroken("the worker's input is closed") from error
+        return True
 
     async def receive(self) -> Frame | None:
         """The next frame; None when the worker closed its output between frames.
@@ -101,16 +128,19 @@ class FramePipe:
     async def _read(self) -> bytes:
         waited = False
         while True:
+            if self._drained:
+                await self._wait(trio.lowlevel.wait_readable, self._receive_fd)
+                waited, self._drained = True, False
             try:
                 data = os.read(self._receive_fd, READ_BYTES)
             except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_readable, self._receive_fd)
-                waited = True
+                self._drained = True
             except OSError as error:
                 raise LinkBroken("the worker's output is closed") from error
             else:
                 if not waited:
                     await trio.lowlevel.cancel_shielded_checkpoint()
+                self._drained = 0 < len(data) < READ_BYTES
                 return data
 
     async def _wait(self, ready: Callable[[int], Awaitable[None]], fd: int) -> None:

@@ -58,6 +58,7 @@ async def test_a_reader_wakes_for_bytes_for_the_end_and_for_its_own_close() -> N
         with trio.fail_after(2):
             assert await stream.receive_some(100) == b""
             assert await stream.receive_some(100) == b""
+    await near.aclose()
     near, far = pair()
     stream = PromptStream(near)
     async with far, trio.open_nursery() as nursery:
