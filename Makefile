@@ -21,6 +21,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.attack
 	$(BIN)/python -m benchmarks.load_memory
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 0
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 20

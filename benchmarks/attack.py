@@ -45,7 +45,6 @@ SCRIPT = {
     "default": list(b"short"),
     "decode_ms": 1,
 }
-PEACE = "none"
 IDLE_CONNECTIONS = 1000
 SLOW_READERS = 4
 """Fewer than the ring's slots: the subject is what an unread reply costs, not that of a full ring."""
@@ -56,15 +55,18 @@ AIM = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attack: the client's chats and their latency, how often the attacker connected, and p99 over peace's."""
+    """One attack: the client's chats and their latency, before and during it, and how often the attacker connected."""
 
     attack: str
     chats: int
     failed: int
+    peace_p50_ms: float
+    peace_p99_ms: float
     p50_ms: float
     p99_ms: float
-    connections: int
     ratio: float
+    """p99 under attack over p99 in the peace right before it."""
+    connections: int
 
 
 # -- the client
@@ -200,38 +202,47 @@ def attacking(attack: str, local: LocalSwarm) -> Iterator[list[int]]:
 
 
 def measure(local: LocalSwarm, attacks: Sequence[str], seconds: float) -> list[Row]:
+    """Each attack beside a peace of its own right before it: what else the machine does changes over minutes."""
     chats(local.api, seconds / 4)  # thrown away
-    peace, failed = chats(local.api, seconds)
-    rows = [_row(PEACE, peace, failed, 0, peace)]
+    rows = []
     for attack in attacks:
+        peace, failed_before = chats(local.api, seconds)
         with attacking(attack, local) as connections:
             taken, failed = chats(local.api, seconds)
-        rows.append(_row(attack, taken, failed, connections[0], peace))
+        rows.append(_row(attack, peace, taken, failed_before + failed, connections[0]))
         time.sleep(SETTLE_S)
     return rows
 
 
-def _row(attack: str, taken: Sequence[float], failed: int, connections: int, peace: Sequence[float]) -> Row:
-    p99 = percentile(taken, 0.99)
-    ratio = p99 / percentile(peace, 0.99)
+def _row(attack: str, peace: Sequence[float], taken: Sequence[float], failed: int, connections: int) -> Row:
+    before, during = percentile(peace, 0.99), percentile(taken, 0.99)
     return Row(
-        attack, len(taken), failed, round(statistics.median(taken), 2), round(p99, 2), connections, round(ratio, 2)
+        attack=attack,
+        chats=len(taken),
+        failed=failed,
+        peace_p50_ms=round(statistics.median(peace), 2),
+        peace_p99_ms=round(before, 2),
+        p50_ms=round(statistics.median(taken), 2),
+        p99_ms=round(during, 2),
+        ratio=round(during / before, 2),
+        connections=connections,
     )
 
 
 def report(rows: Sequence[Row]) -> Table:
-    title = f"another client's chats under attack (aim: p99 under {AIM:g} times that in peace)"
-    table = Table("attack", "chats", "failed", "p50 ms", "p99 ms", "p99 / peace", "attacker connected", title=title)
+    table = Table(title=f"another client's chats under attack (aim: p99 under {AIM:g} times that in peace)")
+    for column in ("attack", "chats", "failed", "p50 ms", "p99 ms", "p99 / peace", "attacker connected"):
+        table.add_column(column, justify="left" if column == "attack" else "right")
     for row in rows:
-        numbers = (row.chats, row.failed, row.p50_ms, row.p99_ms, row.ratio, row.connections)
-        table.add_row(row.attack, *map(str, numbers))
+        p50, p99 = f"{row.peace_p50_ms} > {row.p50_ms}", f"{row.peace_p99_ms} > {row.p99_ms}"
+        table.add_row(row.attack, str(row.chats), str(row.failed), p50, p99, str(row.ratio), str(row.connections))
     return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attack", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--only", choices=list(ATTACKS), action="append", help="this attack; repeat it")
     parser.add_argument("--attack", nargs=3, metavar=("NAME", "API", "SWARM"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
