@@ -15,7 +15,6 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from swarmnode.compute.ring_loop import RingLoop
@@ -27,7 +26,7 @@ from swarmnode.ring.head_config import HeadConfig
 from swarmnode.ring.head_messages import Cancel, RingBroken, StartProbe
 from swarmnode.ring.messages import Envelope
 from swarmnode.ring.stage import Stage
-from swarmnode.wire.blocking import FrameReader, FrameWriter
+from swarmnode.wire.blocking import FrameReader, SharedWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.deadlines import WORKER_EXIT_S
 from swarmnode.wire.frames import Frame
@@ -70,23 +69,22 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(EXIT_INPUT_CLOSED)
 
 
-def claim_pipes() -> tuple[FrameReader, FrameWriter]:
+def claim_pipes() -> tuple[FrameReader, SharedWriter]:
     """Take stdin and stdout for frames and point fd 1 at fd 2, so that a library's print cannot corrupt them."""
     frames_in, frames_out = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return FrameReader(frames_in), FrameWriter(frames_out)
+    return FrameReader(frames_in), SharedWriter(frames_out)
 
 
 class Worker:
     """Loads one stage as the `init` frame says, then serves it; see the module docstring."""
 
-    def __init__(self, reader: FrameReader, writer: FrameWriter) -> None:
+    def __init__(self, reader: FrameReader, writer: SharedWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._outbox: SimpleQueue[Frame | None] = SimpleQueue()
         self._route: Callable[[Frame], None] = _refuse_early
         self._writing = start_thread("writer", self._write)
 
@@ -113,8 +111,8 @@ class Worker:
 
     def say_last(self, frame: Frame) -> None:
         """Send `frame` behind everything queued and wait until it is written."""
-        self._outbox.put(frame)
-        self._outbox.put(None)
+        self._post(frame)
+        self._writer.close()
         self._writing.join(timeout=WORKER_EXIT_S)
 
     def _read_spec(self) -> WorkerSpec:
@@ -132,15 +130,17 @@ class Worker:
         os._exit(EXIT_INPUT_CLOSED)
 
     def _write(self) -> None:
-        """The writer thread; None ends it."""
+        """The writer thread: what the pipe does not take at once."""
         try:
-            while (frame := self._outbox.get()) is not None:
-                self._writer.write(frame)
+            self._writer.run()
         except LinkBroken:
             os._exit(EXIT_INPUT_CLOSED)
 
     def _post(self, frame: Frame) -> None:
-        self._outbox.put(frame)
+        try:
+            self._writer.post(frame)
+        except LinkBroken:
+            os._exit(EXIT_INPUT_CLOSED)
 
     def _report_loading(self, phase: str, done: int, total: int) -> None:
         self._post(Frame("loading", {"phase": phase, "done": done, "total": total}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,61 @@ class FrameWriter:
                 drop_front(buffers, os.writev(self._fd, buffers[:IOV_MAX]))
         except BrokenPipeError as error:
             raise LinkBroken("the pipe's other end is closed") from error
+
+
+class SharedWriter:
+    """Writes frames that any thread posts to `fd`, in the order posted.
+
+    What the pipe takes is written by the thread that posts, while nothing else waits: a hand-over to a thread that must
+    get the interpreter's lock first would be paid by every token. The rest is left to the thread that calls `run`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._unsent: list[Buffer] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def post(self, frame: Frame) -> None:
+        """Never waits for the other end. Raises LinkBroken when nobody reads, ProtocolError for a bad frame."""
+        buffers = [part for part in encode(frame) if len(part)]
+        with self._changed:
+            idle = not self._unsent
+            self._unsent += buffers
+            if not idle or not self._write():
+                self._changed.notify()
+
+    def close(self) -> None:
+        """`run` returns behind what was posted."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Write what `post` could not, until `close`. Raises LinkBroken when nobody reads."""
+        ready = select.poll()
+        ready.register(self._fd, select.POLLOUT)
+        while self._await_unsent():
+            ready.poll()
+            with self._changed:
+                self._write()
+
+    def _await_unsent(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent or self._closed)
+            return bool(self._unsent)
+
+    def _write(self) -> bool:
+        """False: the pipe is full, and something is left."""
+        try:
+            while self._unsent:
+                drop_front(self._unsent, os.writev(self._fd, self._unsent[:IOV_MAX]))
+        except BlockingIOError:
+            return False
+        except BrokenPipeError as error:
+            raise LinkBroken("the pipe's other end is closed") from error
+        return True
 
 
 def drop_front(buffers: list[Buffer], n_bytes: int) -> None:

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from swarmnode.errors import LinkBroken, ProtocolError
-from swarmnode.wire.blocking import FrameReader, FrameWriter
+from swarmnode.wire.blocking import FrameReader, FrameWriter, SharedWriter
 from swarmnode.wire.frames import Frame, encode_bytes
 from swarmnode.wire.pipe import FramePipe
 
@@ -151,3 +151,51 @@ def test_a_workers_wire_imports_neither_trio_nor_h2() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_a_shared_writer_keeps_each_threads_order_and_every_byte_while_the_pipe_fills() -> None:
+    read_fd, write_fd = os.pipe()
+    writer = SharedWriter(write_fd)
+    running = threading.Thread(target=writer.run)
+    running.start()
+    sizes = (0, 10, 5_000, 300_000)
+
+    def post(thread: int) -> None:
+        for number in range(60):
+            writer.post(Frame("data", {"offset": thread * 1000 + number}, bytes([thread]) * sizes[number % 4]))
+
+    posting = [threading.Thread(target=post, args=(thread,)) for thread in range(3)]
+    for thread in posting:
+        thread.start()
+    reader = FrameReader(read_fd)
+    got = [frame for _ in range(180) if (frame := reader.read()) is not None]
+    for thread in posting:
+        thread.join()
+    writer.post(Frame("shutdown"))
+    writer.close()
+    running.join(timeout=5)
+    assert not running.is_alive()
+    last = reader.read()
+    assert last is not None
+    assert last.kind == "shutdown"
+    offsets = [frame.header["offset"] for frame in got]
+    for thread in range(3):
+        assert [n for n in offsets if n // 1000 == thread] == [thread * 1000 + number for number in range(60)]
+    for frame in got:
+        thread, number = divmod(frame.header["offset"], 1000)
+        assert frame.body == bytes([thread]) * sizes[number % 4]
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_shared_writer_writes_in_the_posting_thread_while_the_pipe_has_room() -> None:
+    read_fd, write_fd = os.pipe()
+    SharedWriter(write_fd).post(Frame("shutdown"))  # nobody runs it
+    os.set_blocking(read_fd, False)
+    frame = FrameReader(read_fd).read()
+    assert frame is not None
+    assert frame.kind == "shutdown"
+    os.close(read_fd)
+    with pytest.raises(LinkBroken):
+        SharedWriter(write_fd).post(Frame("shutdown"))
+    os.close(write_fd)
