@@ -153,9 +153,15 @@ class Connection:
     """Runs one stream. `on_open` is called (by the reader; it must not wait) for channels the peer opens."""
 
     def __init__(
-        self, stream: trio.abc.Stream, *, client: bool, on_open: Callable[[DirectChannel], None] | None = None
+        self,
+        stream: trio.abc.Stream,
+        *,
+        client: bool,
+        on_open: Callable[[DirectChannel], None] | None = None,
+        stranger: bool = False,
     ) -> None:
-        self.session = h2s.H2Session(client=client)
+        """`stranger`: the other end has proved nothing, and has smaller budgets."""
+        self.session = h2s.H2Session(client=client, stranger=stranger)
         self._stream = stream
         self._bytes = stream if isinstance(stream, TlsStream) else PromptStream(stream)
         self._on_open = on_open

@@ -199,7 +199,7 @@ class Server:
                 else:
                     connection.refuse(channel, 403 if channel.kind in OPEN.kinds else 404)
 
-            connection = Connection(stream, client=False, on_open=on_open)
+            connection = Connection(stream, client=False, on_open=on_open, stranger=admission.max_channels < inf)
             nursery.start_soon(_close_unless, opened, connection)
             await connection.run()
             opened.set()

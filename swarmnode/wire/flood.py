@@ -50,14 +50,15 @@ class Budget:
 class FloodGuard:
     """One connection's budgets. Raises Flood or ProtocolError; then the connection must be closed."""
 
-    def __init__(self, *, server: bool) -> None:
+    def __init__(self, *, server: bool, stranger: bool = False) -> None:
+        """`stranger`: the peer has proved nothing and may open one channel, so it has next to nothing to reset."""
         self._skip = PREFACE_BYTES if server else 0
         self._head = bytearray()
         self._unanswered = 0
         self._last_reset: int | None = None
         self._budgets = {
-            "reset": Budget(100, 20),
-            "repeated reset": Budget(1000, 200),
+            "reset": Budget(5, 1) if stranger else Budget(100, 20),
+            "repeated reset": Budget(5, 1) if stranger else Budget(1000, 200),
             "PING": Budget(100, 10),
             "SETTINGS": Budget(20, 1),
             "PRIORITY or unknown frame": Budget(100, 10),

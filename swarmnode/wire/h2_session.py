@@ -110,10 +110,10 @@ class H2Session:
     """Both ends use this class. Methods that take bytes from the peer raise ProtocolError only; after it, what
     `data_to_send` still holds (a GOAWAY) should be written and the connection closed."""
 
-    def __init__(self, *, client: bool) -> None:
+    def __init__(self, *, client: bool, stranger: bool = False) -> None:
         self._client = client
         self._h2 = _QuietConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
-        self._guard = FloodGuard(server=not client)
+        self._guard = FloodGuard(server=not client, stranger=stranger)
         self._out: dict[ChannelId, _Outbound] = {}
         self._turns: deque[ChannelId] = deque()
         self._waiting: set[ChannelId] = set()
