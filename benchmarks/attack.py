@@ -48,7 +48,7 @@ SCRIPT = {
 IDLE_CONNECTIONS = 1000
 SLOW_READERS = 4
 """Fewer than the ring's slots: the subject is what an unread reply costs, not that of a full ring."""
-BATCH = 50
+BATCH, BATCHES = 50, 40
 SETTLE_S = 1.0
 AIM = 2.0
 
@@ -124,18 +124,18 @@ class Attacker:
         self.connections += 1
         return socket.create_connection(where, timeout=10)
 
-    def flood(self, frames: Callable[[h2.connection.H2Connection], bytes]) -> None:
-        """Send frames as fast as they are taken; cut off, connect again."""
+    def flood(self, frame: Callable[[h2.connection.H2Connection], bytes]) -> None:
+        """Send frames, made once, as fast as they are taken; cut off, connect again."""
+        client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        client.initiate_connection()
+        batches = [client.data_to_send(), *(b"".join(frame(client) for _ in range(BATCH)) for _ in range(BATCHES))]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["swarmnode/1"])
         while not self.over.is_set():
             with suppress(OSError), self.connect(self.swarm) as raw, context.wrap_socket(raw) as stream:
-                client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-                client.initiate_connection()
-                stream.sendall(client.data_to_send())
-                while not self.over.is_set():
-                    stream.sendall(b"".join(frames(client) for _ in range(BATCH)))
+                for batch in batches:
+                    stream.sendall(batch)
 
     def read_slowly(self) -> None:
         """Ask for long replies and read nothing; ask again when the connection ended."""
