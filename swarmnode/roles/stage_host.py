@@ -147,7 +147,11 @@ class StageHost:
             nursery.start_soon(self._feed_worker, worker)
             nursery.start_soon(self._watch_stall)
             self._to_worker.post(Frame("init", {}, pack_body(self._worker_spec(folder).as_map())))
-            await self._pump(worker)
+            try:
+                await self._pump(worker)
+            except SwarmError as error:
+                self._fail(error)  # before the lanes close, or a neighbour that only sees that names the wrong cause
+                self._scope.cancel()
 
     def _environment(self) -> dict[str, str]:
         threads = str(self._resources.threads) if self._resources.threads else ""
