@@ -93,6 +93,7 @@ def spec(files: tuple[FileEntry, ...]) -> LoadSpec:
         "files": [f.model_dump() for f in files],
         "scripted": True,
         "dtype": "float32",
+        "quantization": "none",
         "schedule": "cost",
     }
     body |= {"eos_token_ids": [0], "nodes": ["attic"], **numbers}
