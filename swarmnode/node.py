@@ -30,7 +30,7 @@ from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.roles.peer import Peer
 from swarmnode.roles.running_node import LOCK_NAME, RunningNode
 from swarmnode.roles.swarm_state import SwarmState
-from swarmnode.wire.address import Address
+from swarmnode.wire.address import Address, parse_address
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
@@ -172,6 +172,10 @@ class _Node:
         if token is not None:
             kept.check_swarm(token.ca_hash)
         if kept.certified(time.time()):
+            if token is not None:  # a member already; but the coordinator may have moved to where the token says
+                named = tuple(parse_address(text) for text in token.addresses)
+                known = tuple(address for address in kept.coordinators() if address not in named)
+                kept.remember((*named, *known))
             return None
         if token is None:
             raise InvalidRequest(

@@ -62,9 +62,10 @@ class NodeProcess:
             thread.start()
 
     def wait_for(self, event: str, timeout_s: float = READY_S) -> dict[str, Any]:
-        """The next event of that name; raises LoadFailed with the node's last words when it ends or stays silent."""
+        """The next event of that name; raises LoadFailed with the node's last words when it ends or does not come."""
+        deadline_s = time.monotonic() + timeout_s
         try:
-            while (found := self._events.get(timeout=timeout_s)) is not None:
+            while (found := self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))) is not None:
                 if found["event"] == event:
                     return found
         except Empty:
@@ -105,7 +106,7 @@ class NodeProcess:
             self.log.append(line.rstrip())
 
     def _last_words(self) -> str:
-        return " | ".join(list(self.log)[-5:]) or "it said nothing"
+        return " | ".join([*list(self.log)[-5:], *(str(event) for event in self.seen[-1:])]) or "it said nothing"
 
 
 @dataclass(slots=True)
