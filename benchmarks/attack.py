@@ -106,13 +106,13 @@ class Attacker:
         self.swarm = (host, int(port))
         self.over = threading.Event()
         self.connections = 0
+        self._counting = threading.Lock()
 
     def run(self, attack: str) -> None:
         os.nice(19)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * IDLE_CONNECTIONS)), hard))
         threading.Thread(target=self._watch_stdin, daemon=True).start()
-        print("attacking", flush=True)
         ATTACKS[attack](self)
         print(json.dumps({"connections": self.connections}), flush=True)
 
@@ -121,7 +121,11 @@ class Attacker:
         self.over.set()
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        self.connections += 1
+        """A connection; the first one tells the measurement that the attack has begun."""
+        with self._counting:
+            self.connections += 1
+            if self.connections == 1:
+                print("attacking", flush=True)
         return socket.create_connection(where, timeout=10)
 
     def flood(self, frame: Callable[[h2.connection.H2Connection], bytes]) -> None:
