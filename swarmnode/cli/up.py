@@ -47,7 +47,10 @@ def register(app: typer.Typer) -> None:
 def up(
     role: Annotated[list[str], typer.Option("--role", help="coordinator or peer; give it twice to be both.")],
     join: Annotated[
-        str | None, typer.Option("--join", help="What `swarmnode join-token` printed; needed on the first start only.")
+        str | None,
+        typer.Option(
+            "--join", envvar="SWARM_JOIN", help="What `swarmnode join-token` printed; needed on the first start only."
+        ),
     ] = None,
     swarm_listen: Annotated[
         str | None,
@@ -195,7 +198,7 @@ def _sentence(event: str, values: Mapping[str, object]) -> str:
         case "joined":
             return f"joined the coordinator at {values['coordinator']}"
         case "coordinator_lost":
-            return f"no coordinator at {values['address']}: {values['reason']}; trying again"
+            return f"not connected to the coordinator at {values['address']}: {values['reason']}; trying again"
         case "peer_joined":
             return f"{values['name']} joined"
         case "peer_left":

@@ -309,4 +309,5 @@ class StageHost:
         self._post(Frame("stage_failed", {**self._where(), "code": error.code, "message": error.message}))
 
     def _last_words(self, worker: WorkerProcess) -> str:
-        return f"; its last words: {worker.log[-1]}" if worker.log else ""
+        said = [line for line in worker.log if not line.startswith("[stage")]  # the stats lines are no last words
+        return f"; its last words: {said[-1]}" if said else ""

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 _CANCEL = 0x8
 SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
-_REFUSALS = {403: "to this node: it was removed from the swarm, or its certificate is not for that"}
+_REFUSALS = {
+    403: "to this node: it was removed from the swarm (it can join again only with a new --data-dir and a new token), "
+    "or its certificate is not for that"
+}
 
 
 class DirectChannel(Channel):
