@@ -14,7 +14,6 @@ DTYPES = ("auto", "float32", "bfloat16")
 PACKED_METHODS = ("int8", "int4-fast")
 """Weights packed for torch's CPU kernels, by the lean decoder."""
 QUANTIZATIONS = ("none", *PACKED_METHODS)
-SERVING_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)

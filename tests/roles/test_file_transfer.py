@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from load_specs import one_stage_load
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import FetchFailed, InvalidRequest, ProtocolError
-from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import file_client
 from swarmnode.roles.context import NodeContext
 from swarmnode.roles.file_client import fetch_files
 from swarmnode.roles.file_server import serve_files
-from swarmnode.roles.load_spec import LoadSpec
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
@@ -68,7 +68,7 @@ class Transfer:
         async with trio.open_nursery() as nursery:
             address = await nursery.start(listen)
             try:
-                await fetch_files(context, address, spec(self.files), self.store, self._report)
+                await fetch_files(context, address, one_stage_load(self.files, "attic"), self.store, self._report)
             except Exception as error:
                 self.failure: Exception | None = error
             else:
@@ -83,21 +83,6 @@ class Transfer:
 
 def identity(name: str) -> Identity:
     return Identity(NodeId(name), BootId(name), name, listen=("127.0.0.1:1",))
-
-
-def spec(files: tuple[FileEntry, ...]) -> LoadSpec:
-    numbers = {"num_stages": 1, "first_layer": 0, "end_layer": 4, "num_layers": 4, "max_group": 0}
-    numbers |= {"context_tokens": 512, "kv_tokens": 4096, "typical_tokens": 64, "max_in_flight": 4, "max_waiting": 4}
-    body = {
-        "model": "scripted",
-        "files": [f.model_dump() for f in files],
-        "scripted": True,
-        "dtype": "float32",
-        "quantization": "none",
-        "schedule": "cost",
-    }
-    body |= {"eos_token_ids": [0], "nodes": ["attic"], **numbers}
-    return LoadSpec.read({"ring": RingId("r"), "epoch": [1, 0], "stage": 0}, body)
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import trio
+from load_specs import one_stage_load
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
-from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import stage_host
 from swarmnode.roles.context import NodeContext, PeerResources
-from swarmnode.roles.load_spec import LoadSpec
 from swarmnode.roles.stage_host import StageHost
 from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body
@@ -50,28 +50,13 @@ class HostedStage:
         context = NodeContext(identity, settings, MemoryNetwork(), Traffic(), lambda *_: None)
         self._send, self._receive = trio.open_memory_channel[Frame](1000)
         resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
-        self.host = StageHost(context, load_spec(manifest.files), resources, store, self._send.send_nowait)
+        self.host = StageHost(context, one_stage_load(manifest.files, "n"), resources, store, self._send.send_nowait)
 
     async def next_of(self, *kinds: str) -> Frame:
         with trio.fail_after(PATIENCE_S):
             while (frame := await self._receive.receive()).kind not in kinds:
                 pass
         return frame
-
-
-def load_spec(files: tuple[Any, ...]) -> LoadSpec:
-    numbers = {"num_stages": 1, "first_layer": 0, "end_layer": 4, "num_layers": 4, "max_group": 0}
-    numbers |= {"context_tokens": 512, "kv_tokens": 4096, "typical_tokens": 64, "max_in_flight": 4, "max_waiting": 4}
-    body = {
-        "model": "scripted",
-        "files": [f.model_dump() for f in files],
-        "scripted": True,
-        "dtype": "float32",
-        "quantization": "none",
-        "schedule": "cost",
-    }
-    body |= {"eos_token_ids": [0], "nodes": ["n"], **numbers}
-    return LoadSpec.read({"ring": RingId("r"), "epoch": [1, 0], "stage": 0}, body)
 
 
 def chat() -> Frame:
