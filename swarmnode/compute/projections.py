@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -71,7 +72,7 @@ class DenseProjection:
         return out if self._bias is None else out.add_(self._bias)
 
 
-class PackedProjection:
+class PackedProjection(ABC):
     """What the packed kernels have in common: bfloat16 in and out, the bias added after, many rows through float32."""
 
     __slots__ = ("_bias", "_out", "_unpack_from")
@@ -95,17 +96,18 @@ class PackedProjection:
     def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
         return multiply_in_float(rows, self._out, self.unpack)
 
+    @abstractmethod
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """(rows, in) in bfloat16 through the packed kernel."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, begin: int, end: int) -> torch.Tensor:
         """Output rows begin … end-1 of the weight that the kernel multiplies by, in float32; `begin` is a multiple of
         CHUNK_ROWS."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size_bytes(self) -> int:
-        raise NotImplementedError
+        """Bytes that the packed weight and its scales take."""
 
 
 def multiply_in_float(rows: torch.Tensor, out: int, unpack: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
