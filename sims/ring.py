@@ -10,7 +10,7 @@ from sims.engines import StageTable, TableEngine
 from sims.world import Link, World
 from swarmnode.ring.cost_model import StageCosts
 from swarmnode.ring.head_config import HeadConfig
-from swarmnode.ring.head_messages import CostsMeasured
+from swarmnode.ring.head_messages import RingMeasured
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,10 +66,14 @@ class RingSpec:
 
 def measure(world: World, tables: Sequence[StageTable]) -> None:
     """What stages measure at load and the probe finds out."""
-    for stage, table in enumerate(tables):
-        groups = {rows: table.group_ms(rows) for rows in MEASURED_ROWS}
-        pieces = {n: table.piece_ms(n) for n in MEASURED_POSITIONS}
-        world.measured(CostsMeasured(stage, StageCosts(groups, pieces)))
+    costs = tuple(
+        StageCosts(
+            {rows: table.group_ms(rows) for rows in MEASURED_ROWS},
+            {n: table.piece_ms(n) for n in MEASURED_POSITIONS},
+        )
+        for table in tables
+    )
+    world.measured(RingMeasured(world.head.config.kv_tokens, costs))
     world.probe()
     world.run_until_quiet()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from swarmnode.ring.head_messages import Accepted, Finished, HeadEvent, Probed, Refused, RingBroken, Sampled, Started
 from swarmnode.ring.messages import (
     Broken,
+    Drop,
     End,
     Ended,
     Failed,
@@ -14,6 +15,7 @@ from swarmnode.ring.messages import (
     Piece,
     PieceDone,
     Probe,
+    Reset,
     RingMessage,
     Row,
     Tokens,
@@ -29,18 +31,23 @@ if TYPE_CHECKING:
 
 def message_text(message: RingMessage) -> str:
     match message:
-        case Piece(session=session, pos=pos, ids=ids, last=last):
-            return f"piece {session}@{pos}-{pos + len(ids) - 1}{' last' if last else ''}"
+        case Piece(session=session, pos=pos, ids=ids, last=last, start=start):
+            begin = f" {'moves' if start.move else 'copies'} {start.source}" if start is not None else ""
+            return f"piece {session}@{pos}-{pos + len(ids) - 1}{' last' if last else ''}{begin}"
         case PieceDone(session=session, pos=pos, n=n, token=token):
             return f"piece_done {session}@{pos}-{pos + n - 1}" + ("" if token is None else f" token {token}")
         case Group(rows=rows):
             return f"group {_rows(rows)}"
         case Tokens(rows=rows, tokens=tokens):
             return f"tokens {_rows(rows)} = {' '.join(map(str, tokens))}"
-        case End(session=session):
-            return f"end {session}"
-        case Ended(session=session):
-            return f"ended {session}"
+        case End(session=session, park=park):
+            return f"end {session}" + (f" park {park}" if park else "")
+        case Drop(session=session, gen=gen):
+            return f"drop {session} gen {gen}"
+        case Ended(session=session, gen=gen):
+            return f"ended {session}" + ("" if gen is None else f" gen {gen}")
+        case Reset(below=below, keep=keep):
+            return f"reset below {below} keep {' '.join(map(str, keep)) or 'none'}"
         case Failed(session=session, code=code, message=text):
             return f"failed {session} {code}: {text}"
         case Probe(nonce=nonce, lane=lane, hops=hops):

@@ -21,7 +21,6 @@ from swarmnode.ids import RequestId
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_messages import (
     Cancel,
-    CostsMeasured,
     Finished,
     HeadEvent,
     HeadInput,
@@ -29,6 +28,7 @@ from swarmnode.ring.head_messages import (
     Probed,
     Refused,
     RingBroken,
+    RingMeasured,
     Sampled,
     StartProbe,
 )
@@ -183,8 +183,8 @@ class World:
     def probe(self, nonce: int = 1) -> None:
         self._input(StartProbe(nonce), None)
 
-    def measured(self, told: CostsMeasured) -> None:
-        """Tell the head what a stage measured at load."""
+    def measured(self, told: RingMeasured) -> None:
+        """Tell the head what the stages measured at load."""
         self._input(told, None)
 
     def lose_link(self, stage: int, *, tell_head: bool = True) -> None:

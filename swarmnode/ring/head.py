@@ -18,7 +18,6 @@ from swarmnode.ring.cost_schedule import make_schedule
 from swarmnode.ring.head_messages import (
     Accepted,
     Cancel,
-    CostsMeasured,
     Finished,
     HeadEvent,
     HeadInput,
@@ -26,6 +25,7 @@ from swarmnode.ring.head_messages import (
     Probed,
     Refused,
     RingBroken,
+    RingMeasured,
     Sampled,
     Started,
     StartProbe,
@@ -90,8 +90,8 @@ class Head:
                     self._admit(now)
             case StartProbe(nonce=nonce):
                 self._start_probe(nonce, now)
-            case CostsMeasured(stage=stage, costs=costs):
-                self.costs.start(stage, costs)
+            case RingMeasured():
+                self._measured(message)
             case Envelope(message=inner):
                 self._receive_answer(inner, now)
 
@@ -144,6 +144,12 @@ class Head:
             "kv_reserved_tokens": self.admission.budget.used_tokens,
             "kv_budget_tokens": self.admission.budget.total_tokens,
         }
+
+    def _measured(self, ring: RingMeasured) -> None:
+        self.admission.budget.total_tokens = ring.kv_tokens
+        for stage, costs in enumerate(ring.costs):
+            if costs is not None:
+                self.costs.start(stage, costs)
 
     # requests
 

@@ -41,14 +41,16 @@ class StartProbe:
 
 
 @dataclass(frozen=True, slots=True)
-class CostsMeasured:
-    """What a stage measured of itself at load: where its costs start, until real steps say more."""
+class RingMeasured:
+    """What the stages measured of themselves after loading, before the first request."""
 
-    stage: int
-    costs: StageCosts
+    kv_tokens: int
+    """The smallest budget of all stages: what the head admits by from now on."""
+    costs: tuple[StageCosts | None, ...]
+    """By stage: where its costs start, until real steps say more; None: it measured none."""
 
 
-HeadInput = Open | Cancel | StartProbe | CostsMeasured | Envelope
+HeadInput = Open | Cancel | StartProbe | RingMeasured | Envelope
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int
     timing: Mapping[str, Any]
+    cached_tokens: int = 0
+    """Of the prompt: positions that were continued from a parked conversation instead of being read again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swarmnode.ids import SessionId
-    from swarmnode.ring.work import Activation, Sampling
+    from swarmnode.ring.work import Activation, Continuation, Sampling
 
 Epoch = tuple[int, int]
 
@@ -30,6 +30,8 @@ class Piece:
     sampling: Sampling | None = None
     compute_ms: tuple[float, ...] = ()
     queue_ms: float = 0.0
+    start: Continuation | None = None
+    """On the session's first piece: the parked session it continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +79,47 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The session is over (also a cancel): free it at once and keep a floor. Sent on `act` and on `pre`."""
+    """The session is over (also a cancel): free it at once, or park its first `park` positions, and keep a floor.
+
+    Sent on `act` and on `pre`.
+    """
 
     session: SessionId
+    park: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the session's cache, up to generation `gen`: it was paused, or was parked and has to make room.
+
+    Sent on `act` and on `pre`, and leaves a floor for those generations. A paused one comes back with a higher `gen`.
+    """
+
+    session: SessionId
+    gen: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last stage has seen `End` on both lanes (lane `tok`): nobody holds the session any more."""
+    """The last stage has seen `End` or `Drop` on both lanes (lane `tok`): what it freed is free on every stage.
+
+    `gen` is the `Drop`'s; None: it answers an `End`.
+    """
 
     session: SessionId
+    gen: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The ring was linked anew: every session below `below` is over, except the parked ones in `keep`.
+
+    Sent on `act` alone, after both lanes passed a probe. Each stage strikes from `keep` what it does not hold parked,
+    frees all others, and skips whatever still comes for a session below `below`; the last stage returns it on `tok`.
+    """
+
+    below: SessionId
+    keep: tuple[SessionId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +148,7 @@ class Broken:
     stage: int
 
 
-RingMessage = Piece | PieceDone | Group | Tokens | End | Ended | Failed | Probe | Broken
+RingMessage = Piece | PieceDone | Group | Tokens | End | Drop | Ended | Reset | Failed | Probe | Broken
 
 
 @dataclass(frozen=True, slots=True)

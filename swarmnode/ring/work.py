@@ -49,12 +49,25 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """Where a session begins instead of at nothing: the first `length` positions of the parked session `source`.
+
+    With `move` the parked cache becomes the new session's, and `source` is gone; without, it is copied and stays.
+    """
+
+    source: SessionId
+    length: int
+    move: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PieceWork:
     """Run one piece of a prompt: positions pos … pos+len(ids)-1 of one session.
 
-    The session's cache is cropped to `pos` first (0 makes a new cache). `hidden` is None on stage 0, which embeds
-    `ids` itself. On the last stage `sampling` is set on the first piece, `ids` extend the session's history, and the
-    next token is sampled when `last` is true.
+    The session's cache is cropped to `pos` first (0 makes a new cache); a piece with `start` makes it from a parked
+    one, and its `pos` is `start.length`. `hidden` is None on stage 0, which embeds `ids` itself. On the last stage
+    `sampling` is set on the session's first piece, `ids` extend its history (which `start` carries over, too), and
+    the next token is sampled when `last` is true.
     """
 
     session: SessionId
@@ -63,6 +76,7 @@ class PieceWork:
     last: bool
     hidden: Activation | None = None
     sampling: Sampling | None = None
+    start: Continuation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +133,10 @@ class Engine(Protocol):
         """Do the forward; `failed` and `compute_ms` may be left for the caller to fill."""
 
     def free(self, session: SessionId) -> None:
-        """Drop the session's cache and sampling state; unknown sessions are ignored."""
+        """Drop the session's cache and sampling state; unknown sessions are ignored.
+
+        A parked session is one that nobody freed: its cache waits for a `Continuation`.
+        """
 
     def kv_tokens(self) -> int:
         """Positions held in all caches now."""

@@ -8,6 +8,7 @@ from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.ids import SessionId
 from swarmnode.ring.messages import (
     Broken,
+    Drop,
     End,
     Ended,
     Failed,
@@ -15,11 +16,12 @@ from swarmnode.ring.messages import (
     Piece,
     PieceDone,
     Probe,
+    Reset,
     RingMessage,
     Row,
     Tokens,
 )
-from swarmnode.ring.work import Activation, Sampling
+from swarmnode.ring.work import Activation, Continuation, Sampling
 from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -38,10 +40,14 @@ def to_frame(message: RingMessage) -> Frame:
             return Frame("piece_done", header if token is None else {**header, "token": token})
         case Tokens(rows, tokens, ms, wait):
             return Frame("tokens", {**_rows(rows), "tokens": list(tokens), **_times(ms, wait)})
-        case End(session):
-            return Frame("end", {"session": session})
-        case Ended(session):
-            return Frame("ended", {"session": session})
+        case End(session, park):
+            return Frame("end", {"session": session, "park": park} if park else {"session": session})
+        case Drop(session, gen):
+            return Frame("drop", {"session": session, "gen": gen})
+        case Ended(session, gen):
+            return Frame("ended", {"session": session} if gen is None else {"session": session, "gen": gen})
+        case Reset(below, keep):
+            return Frame("reset", {"below": below, "keep": list(keep)})
         case Failed(session, gen, code, text):
             # an exception's text has any length, and a frame that is refused here would end the whole stage
             cut = text[:MAX_MESSAGE_CHARS]
@@ -90,6 +96,8 @@ def _with_hidden(message: Piece | Group) -> Frame:
             sampling.top_k,
             sampling.seed,
         ]
+    if (start := message.start) is not None:
+        header["from"] = [start.source, start.length, int(start.move)]
     return Frame("piece", header, hidden.data)
 
 
@@ -130,9 +138,20 @@ def _read_piece(header: Header, frame: Frame) -> Piece:
     if (values := header.get("sampling")) is not None:
         temperature, top_p, min_p, top_k, seed = values
         sampling = Sampling(temperature, top_p, top_k, min_p, seed)
+    start = None
+    if (values := header.get("from")) is not None:
+        start = _read_start(*values)
+        if start.length != header["pos"]:
+            raise ProtocolError(f"a piece at position {header['pos']} continues from {start.length} positions")
     session = SessionId(header["session"])
     times = _read_times(header)
-    return Piece(session, header["gen"], header["pos"], ids, header["last"], hidden, sampling, *times)
+    return Piece(session, header["gen"], header["pos"], ids, header["last"], hidden, sampling, *times, start)
+
+
+def _read_start(source: int, length: int, move: int) -> Continuation:
+    if move not in (0, 1) or not 0 < length < 2**31:
+        raise ProtocolError(f"a piece continues from {length} positions with move={move}; it is 0 or 1")
+    return Continuation(SessionId(source), length, bool(move))
 
 
 def _read_piece_done(header: Header, _: Frame) -> PieceDone:
@@ -170,8 +189,10 @@ _READERS: Mapping[str, Callable[[Header, Frame], RingMessage]] = {
     "piece_done": _read_piece_done,
     "group": _read_group,
     "tokens": _read_tokens,
-    "end": lambda header, _: End(SessionId(header["session"])),
-    "ended": lambda header, _: Ended(SessionId(header["session"])),
+    "end": lambda header, _: End(SessionId(header["session"]), header.get("park", 0)),
+    "drop": lambda header, _: Drop(SessionId(header["session"]), header["gen"]),
+    "ended": lambda header, _: Ended(SessionId(header["session"]), header.get("gen")),
+    "reset": lambda header, _: Reset(SessionId(header["below"]), tuple(map(SessionId, header["keep"]))),
     "failed": _read_failed,
     "probe": _read_probe,
     "broken": lambda header, _: Broken(header["stage"]),

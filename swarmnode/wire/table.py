@@ -155,6 +155,7 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _key("ids", Ints(1, limits.MAX_POSITIONS, 0, 2**31 - 1)),
         _key("last", Flag()),
         _maybe("sampling", SamplingList()),
+        _maybe("from", Ints(3, 3, 0, 2**63 - 1)),
     )
     done = (
         *_SESSION,
@@ -169,12 +170,12 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _kind("piece_done", "ring", (*_ROUTE, *done, *_TIMES)),
         _kind("group", "ring", (*_ROUTE, *_ROWS, *_TENSOR, *_TIMES), "tensor"),
         _kind("tokens", "ring", (*_ROUTE, *tokens, *_TIMES)),
-        _kind("end", "ring", (*_ROUTE, _key("session", _COUNT))),
-        _kind("ended", "ring", (*_ROUTE, _key("session", _COUNT))),
+        _kind("end", "ring", (*_ROUTE, _key("session", _COUNT), _maybe("park", _POS))),
+        _kind("ended", "ring", (*_ROUTE, _key("session", _COUNT), _maybe("gen", _SMALL))),
         _kind("failed", "ring", (*_ROUTE, *_SESSION, *_ERROR)),
         _kind("probe", "ring", (*_ROUTE, *probe)),
         _kind("drop", "ring", (*_ROUTE, *_SESSION)),
-        _kind("reset", "ring", (*_ROUTE, _key("keep", Ints(0, limits.MAX_ROWS, 0, 2**63 - 1)))),
+        _kind("reset", "ring", (*_ROUTE, _key("below", _COUNT), _key("keep", Ints(0, limits.MAX_ROWS, 0, 2**63 - 1)))),
         _kind("broken", "ring", (*_ROUTE, _key("stage", _STAGE), _maybe("message", _MESSAGE))),
     )
 
@@ -186,6 +187,7 @@ def _request_kinds() -> tuple[Kind, ...]:
         _key("finish_reason", Text(32)),
         _key("completion_tokens", _COUNT),
         _key("prompt_tokens", _COUNT),
+        _maybe("cached", _COUNT),
         _maybe("stop", Text(1024)),
     )
     return (
@@ -206,7 +208,7 @@ def _load_kinds() -> tuple[Kind, ...]:
         _kind("unload", "load", (ring,)),
         _kind("link", "load", (ring, _maybe("epoch", _EPOCH), _maybe("stage", _STAGE)), "map"),
         _kind("linked", "load", _RING_STAGE),
-        _kind("probe_ring", "load", (ring,)),
+        _kind("probe_ring", "load", (ring,), "map"),
         _kind("probed", "load", (ring, _key("ms", Number()))),
         _kind("progress", "load", (*_RING_STAGE, *_PROGRESS)),
         _kind("stage_ready", "load", _RING_STAGE, "map"),
