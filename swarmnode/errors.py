@@ -121,6 +121,12 @@ class StageFailed(SwarmError):
     code, status = "stage_failed", 500
 
 
+class CacheGap(StageFailed):
+    """A stage holds less of the session's past than its work builds on: those positions have to be read again."""
+
+    code, status, retryable = "cache_gap", 503, True
+
+
 class ModelUnloading(SwarmError):
     code, status, retryable = "model_unloading", 503, True
 

@@ -10,13 +10,13 @@ import torch
 from swarmnode.compute.activation import to_activation, to_rows
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.sampling import choose
-from swarmnode.errors import StageFailed
+from swarmnode.errors import CacheGap, StageFailed
 from swarmnode.ring.work import GroupWork, PieceWork, Sampling, WorkResult
 
 if TYPE_CHECKING:
     from swarmnode.compute.stage_model import StageModel
     from swarmnode.ids import SessionId
-    from swarmnode.ring.work import Activation, DecodeRow, Work
+    from swarmnode.ring.work import Activation, Continuation, DecodeRow, Work
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class TorchEngine:
         n = len(work.ids)
         if not n:
             raise StageFailed(f"session {work.session}: a piece without ids")
-        session = self._session_at(work.session, work.pos, new=work.pos == 0)
+        session = self._session_of(work)
         if self.model.is_last:
             if work.sampling is not None:
                 session.sampling = work.sampling
@@ -91,18 +91,40 @@ class TorchEngine:
         logits = self.model.logits(rows, positions, caches)
         return WorkResult(tokens=self._sample(logits, sessions, [row.pos + 1 for row in work.rows]))
 
-    def _session_at(self, key: SessionId, pos: int, *, new: bool) -> _Session:
+    def _session_of(self, piece: PieceWork) -> _Session:
+        """The piece's session with its past: nothing, a parked one's, or what earlier pieces wrote."""
+        if piece.start is not None:
+            if piece.start.length != piece.pos:
+                raise StageFailed(f"the piece begins at {piece.pos}, but continues {piece.start.length} positions")
+            self._sessions[piece.session] = self._continued(piece.start, piece.pos + len(piece.ids))
+        elif piece.pos == 0:
+            self._sessions[piece.session] = _Session(SessionCache(self.model.num_layers))
+        return self._session_at(piece.session, piece.pos)
+
+    def _continued(self, start: Continuation, room: int) -> _Session:
+        """A session with a parked one's past, in its buffers or in copies, with room for `room` positions."""
+        source = self._sessions.get(start.source)
+        if source is None:
+            raise CacheGap(f"session {start.source}, which is to be continued, is not here")
+        if self.model.is_last and len(source.history) < start.length:
+            raise CacheGap(f"session {start.source} knows {len(source.history)} tokens, not {start.length}")
+        if not start.move:
+            return _Session(source.cache.copy(start.length, room), source.history[: start.length])
+        source.cache.crop(start.length)
+        source.cache.fit(room)
+        del self._sessions[start.source]
+        return _Session(source.cache, source.history[: start.length])
+
+    def _session_at(self, key: SessionId, pos: int) -> _Session:
         """The session cropped to `pos`; the one place where a cache and its history are cut."""
-        if new:
-            self._sessions[key] = _Session(SessionCache(self.model.num_layers))
         session = self._sessions.get(key)
         if session is None:
-            raise StageFailed(f"session {key} is not here; its work starts at position {pos}")
+            raise CacheGap(f"session {key} is not here; its work starts at position {pos}")
         session.cache.crop(pos)
         return session
 
     def _session_for(self, row: DecodeRow) -> _Session:
-        session = self._session_at(row.session, row.pos, new=False)
+        session = self._session_at(row.session, row.pos)
         if self.model.is_last:
             # The row's own token is part of the past: it was sampled for position `pos`.
             del session.history[row.pos + 1 :]

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from swarmnode.errors import StageFailed
+from swarmnode.errors import CacheGap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from swarmnode.compute.attention import AttentionSettings
 
 GROWTH_TOKENS = 64
 """Buffers grow by this many positions (K4); beyond 8 × this by an eighth of their size, so that a long conversation
 does not copy its whole past every 64 tokens (amortised: at most 8 copies of each position)."""
+_LARGE_UNUSED = 4
+"""A cache taken over with more than a fourth of its buffers unused is cut to size. Growth alone leaves an eighth."""
 
 
 class SessionCache:
@@ -41,10 +43,29 @@ class SessionCache:
         return min(self._lengths)
 
     def crop(self, length: int) -> None:
-        """Forget all positions from `length` on; raises StageFailed if fewer are held (a gap)."""
+        """Forget all positions from `length` on; raises CacheGap if fewer are held."""
         if self.length < length:
-            raise StageFailed(f"the cache holds {self.length} positions, the work starts at position {length}")
+            raise CacheGap(f"the cache holds {self.length} positions, the work starts at position {length}")
         self._lengths = [length] * len(self._lengths)
+
+    def copy(self, length: int, room: int) -> SessionCache:
+        """The first `length` positions in buffers of their own, with room for `room`; raises CacheGap like `crop`."""
+        made = SessionCache(len(self._lengths))
+        made._lengths = list(self._lengths)
+        made.crop(length)
+        capacity = grown_capacity(room, 0)
+        made._keys = [_resized(buffer, length, capacity) for buffer in self._keys]
+        made._values = [_resized(buffer, length, capacity) for buffer in self._values]
+        return made
+
+    def fit(self, room: int) -> None:
+        """Give back what is unused beyond `room` positions, where that is much; one buffer at a time is held twice."""
+        capacity = grown_capacity(room, 0)
+        for layer, length in enumerate(self._lengths):
+            for buffers in (self._keys, self._values):
+                buffer = buffers[layer]
+                if buffer is not None and (buffer.shape[2] - capacity) * _LARGE_UNUSED > buffer.shape[2]:
+                    buffers[layer] = _resized(buffer, length, capacity)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (1, kv_heads, n, head_dim) behind the past of `layer`; return views of past and new together."""
@@ -60,6 +81,11 @@ class SessionCache:
     def size_bytes(self) -> int:
         """Bytes of the buffers, unused room included."""
         return sum(b.numel() * b.element_size() for b in (*self._keys, *self._values) if b is not None)
+
+    def token_bytes(self) -> int:
+        """Bytes of one position in all layers; 0 before the first one was written."""
+        buffers = (b for b in (*self._keys, *self._values) if b is not None)
+        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
 
 class SessionViews:
@@ -143,7 +169,16 @@ def _with_room(buffer: torch.Tensor | None, like: torch.Tensor, used: int, neede
     if buffer is not None and needed <= current:
         return buffer
     capacity = grown_capacity(needed, current)
-    grown = torch.empty((1, like.shape[1], capacity, like.shape[3]), dtype=like.dtype, device=like.device)
+    grown = like.new_empty((1, like.shape[1], capacity, like.shape[3]))
     if buffer is not None and used:
         grown[:, :, :used] = buffer[:, :, :used]
     return grown
+
+
+def _resized(buffer: torch.Tensor | None, used: int, capacity: int) -> torch.Tensor | None:
+    """The first `used` positions in a buffer of its own, of `capacity` positions."""
+    if buffer is None:
+        return None
+    resized = buffer.new_empty((1, buffer.shape[1], capacity, buffer.shape[3]))
+    resized[:, :, :used] = buffer[:, :, :used]
+    return resized

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarmnode.compute.script import read_script
-from swarmnode.errors import StageFailed
+from swarmnode.errors import CacheGap, StageFailed
 from swarmnode.ring.work import Activation, PieceWork, WorkResult
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.script import Reply, Script
     from swarmnode.compute.spec import StageSpec
     from swarmnode.ids import SessionId
-    from swarmnode.ring.work import DecodeRow, GroupWork, Work
+    from swarmnode.ring.work import Continuation, DecodeRow, GroupWork, Work
 
 KV_BYTES_PER_TOKEN_LAYER = 64
 _MODULUS = 65_521
@@ -33,7 +33,7 @@ _UNKNOWN = -1
 
 @dataclass(slots=True)
 class _Session:
-    """`tokens` by position; _UNKNOWN on stages that are not told what was sampled. `prompt` once it is complete."""
+    """`tokens` by position; _UNKNOWN where a row has yet to tell what was sampled."""
 
     tokens: list[int] = field(default_factory=list)
     length: int = 0
@@ -63,7 +63,9 @@ class ScriptedEngine:
 
     def _run_piece(self, work: PieceWork) -> WorkResult:
         end = work.pos + len(work.ids)
-        if work.pos == 0:
+        if work.start is not None:
+            self._sessions[work.session] = self._continued(work.start)
+        elif work.pos == 0:
             self._sessions[work.session] = _Session()
         session = self._cropped(work.session, work.pos)
         session.tokens[work.pos :] = work.ids
@@ -89,15 +91,26 @@ class ScriptedEngine:
             session.length = position + 1
             self._fail_if_told(session, position + 1)
         if not self._spec.is_last:
-            return WorkResult(hidden=self._rows(positions, self._told(work, tokens)))
+            told = self._told(work, tokens)
+            for session, token in zip(sessions, told, strict=True):
+                session.tokens[-1] = token
+            return WorkResult(hidden=self._rows(positions, told))
         pairs = zip(sessions, positions, strict=True)
         return WorkResult(tokens=tuple(self._next_token(session, position + 1) for session, position in pairs))
+
+    def _continued(self, start: Continuation) -> _Session:
+        source = self._sessions.get(start.source)
+        if source is None or min(source.length, len(source.tokens)) < start.length:
+            raise CacheGap(f"session {start.source} is not here with {start.length} positions")
+        if start.move:
+            del self._sessions[start.source]
+        return _Session(source.tokens[: start.length], start.length)
 
     def _cropped(self, key: SessionId, pos: int) -> _Session:
         session = self._sessions.get(key)
         if session is None or session.length < pos:
             held = 0 if session is None else session.length
-            raise StageFailed(f"session {key}: the cache holds {held} positions, the work starts at position {pos}")
+            raise CacheGap(f"session {key}: the cache holds {held} positions, the work starts at position {pos}")
         session.length = pos
         return session
 
@@ -111,8 +124,8 @@ class ScriptedEngine:
             if row.token is None:
                 raise StageFailed(f"session {row.session}: stage 0 got a row without a token")
             session.tokens[row.pos :] = [row.token]
-        elif len(session.tokens) == row.pos and not self._spec.is_last:
-            session.tokens.append(_UNKNOWN)
+        elif not self._spec.is_last:
+            session.tokens[row.pos :] = [_UNKNOWN]
         if len(session.tokens) != row.pos + 1:
             raise StageFailed(f"session {row.session}: no token is known for position {row.pos}")
         if self._spec.is_last and row.token not in (None, session.tokens[row.pos]):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.spec import StageSpec
 from swarmnode.ids import SessionId
-from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Sampling
+from swarmnode.ring.work import Continuation, DecodeRow, GroupWork, PieceWork, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,13 +49,22 @@ class Chain:
         self.positions: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
 
-    def prefill(self, session: int, prompt: Sequence[int], piece: int, sampling: Sampling = GREEDY) -> int:
-        """Run a whole prompt in pieces; returns its first token."""
+    def prefill(
+        self,
+        session: int,
+        prompt: Sequence[int],
+        piece: int,
+        sampling: Sampling = GREEDY,
+        start: Continuation | None = None,
+    ) -> int:
+        """Run a whole prompt in pieces, or what of it is not continued from `start`; returns its first token."""
         token = None
-        for pos in range(0, len(prompt), piece):
+        begin = 0 if start is None else start.length
+        for pos in range(begin, len(prompt), piece):
             ids = tuple(prompt[pos : pos + piece])
             last = pos + piece >= len(prompt)
-            work = PieceWork(SessionId(session), pos, ids, last, sampling=sampling if pos == 0 else None)
+            first = {"sampling": sampling, "start": start} if pos == begin else {}
+            work = PieceWork(SessionId(session), pos, ids, last, **first)  # type: ignore[arg-type]
             result = self._round(work)
             assert len(result.tokens) == (1 if last else 0)
             token = result.tokens[0] if last else None
@@ -78,10 +87,23 @@ class Chain:
 
     def reply(self, session: int, prompt: Sequence[int], n: int, piece: int, sampling: Sampling = GREEDY) -> list[int]:
         """`n` tokens after a prompt, the session then freed."""
-        tokens = [self.prefill(session, prompt, piece, sampling)]
+        tokens = self.park(session, prompt, n, piece, sampling)
+        self.free(session)
+        return tokens
+
+    def park(
+        self,
+        session: int,
+        prompt: Sequence[int],
+        n: int,
+        piece: int,
+        sampling: Sampling = GREEDY,
+        start: Continuation | None = None,
+    ) -> list[int]:
+        """`n` tokens after a prompt, the session then left where it is."""
+        tokens = [self.prefill(session, prompt, piece, sampling, start)]
         while len(tokens) < n:
             tokens += self.step(session)
-        self.free(session)
         return tokens
 
     def _round(self, work: Work) -> WorkResult:
@@ -94,7 +116,7 @@ class Chain:
 def onward(work: Work, result: WorkResult) -> Work:
     """The work of the next stage."""
     if isinstance(work, PieceWork):
-        return PieceWork(work.session, work.pos, work.ids, work.last, result.hidden, work.sampling)
+        return PieceWork(work.session, work.pos, work.ids, work.last, result.hidden, work.sampling, work.start)
     return GroupWork(tuple(DecodeRow(row.session, row.pos) for row in work.rows), result.hidden)
 
 

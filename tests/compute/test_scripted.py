@@ -13,9 +13,9 @@ from swarmnode.compute.script import Script, contains, read_script
 from swarmnode.compute.scripted import ScriptedEngine, load_scripted
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.compute.spec import StageSpec
-from swarmnode.errors import InvalidModel, StageFailed
+from swarmnode.errors import CacheGap, InvalidModel, StageFailed
 from swarmnode.ids import SessionId
-from swarmnode.ring.work import Activation, DecodeRow, GroupWork, PieceWork
+from swarmnode.ring.work import Activation, Continuation, DecodeRow, GroupWork, PieceWork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,6 +152,21 @@ def test_a_row_of_another_session_is_caught_on_the_last_stage() -> None:
     with pytest.raises(StageFailed, match="went astray"):
         ring.engines[1].run(wrong)
     assert ring.engines[1].run(onward(swapped, result)).tokens == (80, 11)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("move", [True, False])
+def test_a_parked_session_is_continued_on_every_stage(stages: int, move: bool) -> None:
+    ring = chain(stages, replies=[{"when": [6, 10, 11, 9], "ids": [70]}])
+    assert ring.park(1, [5, 6], 3, 2) == [10, 11, 12]
+    start = Continuation(A, 4, move)
+    assert ring.park(2, [5, 6, 10, 11, 9, 9], 2, 1, start=start) == [70, 2]
+    assert [engine.kv_tokens() for engine in ring.engines] == [7 + (0 if move else 4)] * stages
+    if not move:
+        assert ring.park(3, [5, 6, 10, 4], 1, 1, start=Continuation(A, 3, move)) == [10]
+    for engine in ring.engines:
+        with pytest.raises(CacheGap, match="session 1 is not here with 5 positions"):
+            engine.run(PieceWork(B, 5, (1,), True, start=Continuation(A, 5, move)))
 
 
 def test_gaps_and_missing_tokens_raise() -> None:
