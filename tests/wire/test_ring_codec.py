@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.ids import SessionId
 from swarmnode.ring import messages as m
-from swarmnode.ring.work import Activation, Sampling
+from swarmnode.ring.work import Activation, Continuation, Sampling
 from swarmnode.wire.frames import Frame, FrameDecoder, encode_bytes
 from swarmnode.wire.ring_codec import from_frame, to_frame
 
@@ -34,21 +34,19 @@ samplings = st.builds(Sampling, numbers, st.floats(0, 1), small, st.floats(0, 1)
 rows = st.lists(st.builds(m.Row, sessions, small, small), min_size=1, max_size=5).map(tuple)
 ids = st.lists(small, min_size=1, max_size=9).map(tuple)
 
+
+def piece(ids: tuple[int, ...]) -> st.SearchStrategy[m.Piece]:
+    common = (st.just(ids), st.booleans(), hidden(len(ids)), st.none() | samplings, times, numbers)
+    fresh = st.builds(m.Piece, sessions, small, small, *common)
+    starts = st.builds(Continuation, sessions, st.integers(1, 2**31 - 1), st.booleans())
+    continued = starts.flatmap(
+        lambda start: st.builds(m.Piece, sessions, small, st.just(start.length), *common, st.just(start))
+    )
+    return fresh | continued
+
+
 STRATEGIES: dict[type, st.SearchStrategy[typing.Any]] = {
-    m.Piece: ids.flatmap(
-        lambda i: st.builds(
-            m.Piece,
-            sessions,
-            small,
-            small,
-            st.just(i),
-            st.booleans(),
-            hidden(len(i)),
-            st.none() | samplings,
-            times,
-            numbers,
-        )
-    ),
+    m.Piece: ids.flatmap(piece),
     m.PieceDone: st.builds(
         m.PieceDone, sessions, small, small, st.integers(1, 4096), st.none() | small, times, numbers
     ),
@@ -58,8 +56,10 @@ STRATEGIES: dict[type, st.SearchStrategy[typing.Any]] = {
             m.Tokens, st.just(r), st.lists(small, min_size=len(r), max_size=len(r)).map(tuple), times, numbers
         )
     ),
-    m.End: st.builds(m.End, sessions),
-    m.Ended: st.builds(m.Ended, sessions),
+    m.End: st.builds(m.End, sessions, small),
+    m.Drop: st.builds(m.Drop, sessions, small),
+    m.Ended: st.builds(m.Ended, sessions, st.none() | small),
+    m.Reset: st.builds(m.Reset, sessions, st.lists(sessions, max_size=9).map(tuple)),
     m.Failed: st.builds(m.Failed, sessions, small, st.text(max_size=20), st.text(max_size=200)),
     m.Probe: st.builds(m.Probe, st.integers(0, 2**63 - 1), st.sampled_from(["act", "pre"]), st.integers(0, 9)),
     m.Broken: st.builds(m.Broken, st.integers(0, 9)),
@@ -81,6 +81,9 @@ def test_messages_survive_the_wire(message_class: type) -> None:
 
 
 ACT = Activation("float32", (2, 1), bytes(8))
+CONTINUED = to_frame(
+    m.Piece(SessionId(1), 0, 4, (7, 8), True, ACT, start=Continuation(SessionId(2), length=4, move=True))
+)
 GROUP = to_frame(m.Group((m.Row(1, 0, 0), m.Row(2, 0, 0)), ACT))  # type: ignore[arg-type]
 
 
@@ -92,6 +95,9 @@ GROUP = to_frame(m.Group((m.Row(1, 0, 0), m.Row(2, 0, 0)), ACT))  # type: ignore
         (GROUP, {"ns": [1, 2]}),
         (to_frame(m.Tokens((m.Row(1, 0, 0),), (5,))), {"tokens": [5, 6]}),  # type: ignore[arg-type]
         (to_frame(m.Piece(1, 0, 0, (7, 8), True, ACT)), {"ids": [7]}),  # type: ignore[arg-type]
+        (CONTINUED, {"pos": 5}),
+        (CONTINUED, {"from": [2, 4, 2]}),
+        (CONTINUED, {"pos": 0, "from": [2, 0, 1]}),
     ],
 )
 def test_lists_that_do_not_fit_together_are_refused(frame: Frame, changes: dict[str, object]) -> None:
