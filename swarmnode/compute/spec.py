@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DTYPES = ("auto", "float32", "bfloat16")
+_HALF_FORMATS = frozenset({"bfloat16", "float16", "BF16", "F16"})
+"""In the words of manifests and of safetensors headers."""
 PACKED_METHODS = ("int8", "int4-fast")
 """Weights packed for torch's CPU kernels, by the lean decoder."""
 QUANTIZATIONS = ("none", *PACKED_METHODS)
@@ -51,14 +53,19 @@ class StageSpec:
                 f"layers {self.first_layer} to {self.end_layer} of {self.num_layers} do not fit "
                 f"is_first={self.is_first}, is_last={self.is_last}"
             )
-        if self.dtype not in DTYPES:
-            raise LoadRefused(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        check_dtype(self.dtype)
         if self.quantization not in QUANTIZATIONS:
             raise LoadRefused(f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
 
 
 def serving_dtype(asked: str, stored: str, quantization: str = "none") -> str:
     """The dtype a stage computes in, from what was asked and what the files hold ("F32", "BF16", "F16", …).
+def check_dtype(asked: str) -> None:
+    """Raise LoadRefused for a dtype that is none of DTYPES."""
+    if asked not in DTYPES:
+        raise LoadRefused(f"dtype {asked!r} is not one of {', '.join(DTYPES)}", param="dtype")
+
+
     Quantized weights are computed with in bfloat16, which the packed kernels take.
 
     float16 is served in bfloat16: the same size, no overflow in the residual stream, and the wire knows only float32
@@ -66,4 +73,5 @@ def serving_dtype(asked: str, stored: str, quantization: str = "none") -> str:
     """
     if asked != "auto":
         return asked
-    return "bfloat16" if quantization != "none" or stored in ("BF16", "F16") else "float32"
+    check_dtype(asked)
+    return "bfloat16" if quantization != "none" or stored in _HALF_FORMATS else "float32"

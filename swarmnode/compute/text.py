@@ -62,11 +62,6 @@ class TextPipeline:
             raise InvalidTemplate(_template_message(error)) from error
         return [int(token) for token in ids]
 
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text, without any special token around it."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return [int(token) for token in ids]
-
     def detokenizer(self) -> IncrementalDetokenizer:
         """A fresh one for a reply."""
         return IncrementalDetokenizer(self.vocabulary)

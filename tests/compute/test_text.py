@@ -193,7 +193,6 @@ def test_the_byte_tokenizer_speaks_chatml(tmp_path: Path) -> None:
         BYTE_IM_START_ID, *b"assistant\n",
     ]  # fmt: skip
     assert text.decode([*"wörld".encode(), BYTE_IM_END_ID]) == "wörld"
-    assert text.encode_text("ab") == [97, 98]
     reply = text.detokenizer()
     assert [reply.push(b) for b in "ö".encode()] == ["", "ö"]
 
