@@ -58,20 +58,20 @@ class StageSpec:
             raise LoadRefused(f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
 
 
-def serving_dtype(asked: str, stored: str, quantization: str = "none") -> str:
-    """The dtype a stage computes in, from what was asked and what the files hold ("F32", "BF16", "F16", …).
 def check_dtype(asked: str) -> None:
     """Raise LoadRefused for a dtype that is none of DTYPES."""
     if asked not in DTYPES:
         raise LoadRefused(f"dtype {asked!r} is not one of {', '.join(DTYPES)}", param="dtype")
 
 
-    Quantized weights are computed with in bfloat16, which the packed kernels take.
+def serving_dtype(asked: str, stored: str, quantization: str = "none") -> str:
+    """The dtype a stage computes in, from what was asked and what the files hold, as a manifest or a file names it.
+    Quantized weights are computed with in bfloat16, which the packed kernels take and QLoRA trains in.
 
     float16 is served in bfloat16: the same size, no overflow in the residual stream, and the wire knows only float32
     and bfloat16. Who wants float16's extra mantissa bits asks for float32, which holds every float16 exactly.
     """
+    check_dtype(asked)
     if asked != "auto":
         return asked
-    check_dtype(asked)
     return "bfloat16" if quantization != "none" or stored in _HALF_FORMATS else "float32"
