@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import logging
 import os
 import signal
@@ -18,7 +19,8 @@ import trio
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
-from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES
+from swarmnode.cluster.placement import CPU_CAPABILITIES, RING_CAPABILITIES
+from swarmnode.cluster.quantization import SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId
@@ -284,11 +286,12 @@ def _identity(options: NodeOptions, node: NodeId) -> Identity:
 
 
 def _capabilities(options: NodeOptions) -> tuple[str, ...]:
-    """What its peer role can do: the CPU's kernels are no use to one that computes on a card."""
+    """What its peer role can do: the CPU's kernels are no use to one that computes on a card. Nothing is imported."""
     if PEER not in options.roles:
         return ()
     on_card = options.resources.device.startswith("cuda")
-    return tuple(sorted(ALL_CAPABILITIES - CPU_CAPABILITIES if on_card else ALL_CAPABILITIES))
+    quantized = {SERVE_QUANTIZED} if importlib.util.find_spec("bitsandbytes") is not None else frozenset()
+    return tuple(sorted(RING_CAPABILITIES | quantized | (frozenset() if on_card else CPU_CAPABILITIES)))
 
 
 def _reachable_here(bound: Address) -> Address:

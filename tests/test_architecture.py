@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "swarmnode": set(),
 }
-LIGHT_COMPUTE = {"swarmnode.compute.worker_spec", "swarmnode.compute.supported"}
+LIGHT_COMPUTE = {"swarmnode.compute.worker_spec", "swarmnode.compute.supported", "swarmnode.compute.spec"}
 """All that roles/ may take from compute/: types and tables, no torch."""
 LAZY_COMPUTE = {"cli"}
 """These import compute/ inside a function only, so that no node ever loads torch."""

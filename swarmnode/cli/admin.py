@@ -57,7 +57,8 @@ def model_load(
     peer: Annotated[list[str] | None, typer.Option("--peer", help="A peer's name, in stage order; repeat it.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")] = "auto",
     quantization: Annotated[
-        str | None, typer.Option("--quantization", help="none, int8 or int4-fast; else what the model records.")
+        str | None,
+        typer.Option("--quantization", help="none, nf4, bnb-int8, int8 or int4-fast; else what the model records."),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the load until the model is ready.")] = False,
     api: ApiOption = DEFAULT_API,

@@ -16,6 +16,7 @@ from swarmnode.cluster.quantization import (
     NEEDED_CAPABILITY,
     NONE,
     SERVE_INT4_FAST,
+    SERVE_INT8,
     SERVE_QUANTIZED,
 )
 from swarmnode.errors import LoadRefused, PeerNotFound
@@ -30,6 +31,10 @@ HEADROOM = 1.2
 """Weights and KV are multiplied by this: activations, one prompt piece's scores, fragmentation."""
 WORKER_BYTES = 350 << 20
 """What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
+_WHY_LACKING = {
+    method: "bitsandbytes is not installed" if needed == SERVE_QUANTIZED else "its device is a card"
+    for method, needed in NEEDED_CAPABILITY.items()
+}
 NO_KV_TOKENS = 1 << 24
 """The budget of a stage whose sessions take no memory: a bound for the arithmetic that follows."""
 
@@ -37,10 +42,15 @@ SERVE_N_STAGE = "serve-n-stage"
 SERVE_ONE_STAGE = "serve-one-stage"
 SERVE_CONCURRENT = "serve-concurrent"
 SERVE_KV_BUDGET = "serve-kv-budget"
-CPU_CAPABILITIES = frozenset({SERVE_QUANTIZED, SERVE_INT4_FAST})
-"""What a peer needs torch's CPU kernels for; one that is told to use a card does not declare it."""
-ALL_CAPABILITIES = frozenset({SERVE_N_STAGE, SERVE_ONE_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET}) | CPU_CAPABILITIES
+RING_CAPABILITIES = frozenset({SERVE_N_STAGE, SERVE_ONE_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET})
 """What this version's peers can do; a ring is refused over a peer that lacks what it needs, and the peer is named."""
+CPU_CAPABILITIES = frozenset({SERVE_INT8, SERVE_INT4_FAST})
+"""What a peer needs torch's CPU kernels for; one that is told to use a card does not declare it."""
+ALL_CAPABILITIES = RING_CAPABILITIES | CPU_CAPABILITIES | {SERVE_QUANTIZED}
+
+
+class LacksKernels(LoadRefused):
+    """Too few of the peers that would serve hold what the weights' quantization needs: another one may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +128,8 @@ def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResou
             f"exported with, not {stages}"
         )
     chosen = _choose_peers(request, stages, peers)
-    _check_capabilities(chosen, request.quantization)
+    _check_kernels(chosen, request.quantization)
+    _check_capabilities(chosen)
     cuts = (0, *_boundaries(shape, stages), layers)
     plans = tuple(
         _stage_plan(shape, request, peer, first, end) for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
@@ -127,9 +138,11 @@ def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResou
 
 
 def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
+    """The named ones, else the largest idle ones, those with the kernels first."""
     if request.peers:
         return _named_peers(request.peers, stages, peers)
-    idle = sorted((p for p in peers if p.busy_with is None), key=lambda p: (-p.memory_bytes, p.name))
+    idle = [peer for peer in peers if peer.busy_with is None]
+    idle.sort(key=lambda peer: (not _has_kernels(peer, request.quantization), -peer.memory_bytes, peer.name))
     if len(idle) < stages:
         busy = [f"{p.name} (serves {p.busy_with})" for p in peers if p.busy_with is not None]
         raise LoadRefused(
@@ -160,17 +173,26 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
     return chosen
 
 
-def _check_capabilities(chosen: Sequence[PeerResources], quantization: str) -> None:
-    """Every stage's peer must speak this ring's dialect and have the kernels its weights need."""
+def _has_kernels(peer: PeerResources, quantization: str) -> bool:
+    needed = NEEDED_CAPABILITY.get(quantization)
+    return needed is None or needed in peer.capabilities
+
+
+def _check_kernels(chosen: Sequence[PeerResources], quantization: str) -> None:
+    lacking = [peer.name for peer in chosen if not _has_kernels(peer, quantization)]
+    if lacking:
+        whose = f"peer {lacking[0]} cannot" if len(lacking) == 1 else f"peers {', '.join(lacking)} cannot"
+        raise LacksKernels(
+            f"{whose} hold {quantization} weights: {NEEDED_CAPABILITY[quantization]} is not declared there "
+            f"({_WHY_LACKING[quantization]}, or an older swarmnode)",
+            param="quantization",
+        )
+
+
+def _check_capabilities(chosen: Sequence[PeerResources]) -> None:
+    """Every stage's peer must speak this ring's dialect."""
     needed = {SERVE_ONE_STAGE if len(chosen) == 1 else SERVE_N_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET}
-    kernels = NEEDED_CAPABILITY.get(quantization)
     for peer in chosen:
-        if kernels is not None and kernels not in peer.capabilities:
-            raise LoadRefused(
-                f"peer {peer.name} cannot hold {quantization} weights: it does not declare {kernels} (its device is a "
-                "card, or its swarmnode is older); name other peers or load without quantization",
-                param="quantization",
-            )
         missing = needed - peer.capabilities
         if missing:
             raise LoadRefused(
@@ -191,11 +213,10 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
 def _stage_plan(shape: ModelShape, request: PlanRequest, peer: PeerResources, first: int, end: int) -> StagePlan:
     """Embeddings stay in the serving dtype; layers and head are priced by their quantization."""
     size = DTYPE_BYTES[request.dtype]
-    packed = request.quantization != NONE
     weight_bytes = sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(request.quantization, size)
     weight_bytes += shape.embed_params * size if first == 0 else 0
     if end == len(shape.layer_params):
-        weight_bytes += shape.head_params * (HEAD_BYTES_PER_PARAM if packed else size)
+        weight_bytes += shape.head_params * HEAD_BYTES_PER_PARAM.get(request.quantization, size)
     kv_values = shape.kv_values_per_token_layer * (end - first)
     return StagePlan(peer, first, end, 0 if shape.weightless else int(weight_bytes), kv_values * size)
 

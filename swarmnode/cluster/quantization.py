@@ -8,26 +8,40 @@ from swarmnode.errors import LoadRefused
 
 NONE = "none"
 INT8 = "int8"
+"""Packed for torch's CPU kernels, as INT4_FAST is."""
 INT4_FAST = "int4-fast"
-METHODS = (NONE, INT8, INT4_FAST)
+NF4 = "nf4"
+"""bitsandbytes' 4 bits, on CPUs and cards."""
+BNB_INT8 = "bnb-int8"
+METHODS = (NONE, INT8, INT4_FAST, NF4, BNB_INT8)
 """Names as they travel in specs."""
 SERVE_QUANTIZED = "serve-quantized"
+"""bitsandbytes is installed."""
+SERVE_INT8 = "serve-int8"
 SERVE_INT4_FAST = "serve-int4-fast"
-NEEDED_CAPABILITY = {INT8: SERVE_QUANTIZED, INT4_FAST: SERVE_INT4_FAST}
-BYTES_PER_PARAM = {INT8: 1.05, INT4_FAST: 0.55}
+NEEDED_CAPABILITY = {INT8: SERVE_INT8, INT4_FAST: SERVE_INT4_FAST, NF4: SERVE_QUANTIZED, BNB_INT8: SERVE_QUANTIZED}
+BYTES_PER_PARAM = {INT8: 1.05, INT4_FAST: 0.55, NF4: 0.55, BNB_INT8: 1.05}
 """Codes and their scales, as placement prices them."""
-HEAD_BYTES_PER_PARAM = 1.05
-"""The head is packed to eight bits whatever the blocks are packed to."""
-_ALLOWED = '{"method": "none"}, {"method": "int8"} and {"method": "int4-fast"} (or {"backend": "torchao"})'
+HEAD_BYTES_PER_PARAM = {INT8: 1.05, INT4_FAST: 1.05}
+"""The packed methods pack the head to eight bits; bitsandbytes' leave it in the serving dtype."""
+_MEANINGS: Mapping[str, Mapping[str | int, str]] = {
+    "method": {method: method for method in METHODS},
+    "bits": {4: NF4, 8: BNB_INT8},
+    "backend": {"torchao": INT4_FAST},
+}
+_ALLOWED = (
+    '{"method": "none"}, {"method": "nf4"} (or {"bits": 4}), {"bits": 8} (or {"method": "bnb-int8"}), '
+    '{"method": "int8"} and {"method": "int4-fast"} (or {"backend": "torchao"})'
+)
 
 
 def read_quantization(asked: object) -> str:
     """A load's `quantization` object as one of METHODS; raises LoadRefused that names what is allowed."""
-    if isinstance(asked, Mapping):
-        if set(asked) == {"method"} and asked["method"] in METHODS:
-            return str(asked["method"])
-        if dict(asked) == {"backend": "torchao"}:
-            return INT4_FAST
+    if isinstance(asked, Mapping) and len(asked) == 1:
+        ((key, value),) = asked.items()
+        method = _MEANINGS.get(key, {}).get(value) if type(value) in (str, int) else None
+        if method is not None:
+            return method
     raise LoadRefused(f"quantization {str(asked)[:120]} is not served; allowed are {_ALLOWED}", param="quantization")
 
 
@@ -38,3 +52,9 @@ def default_quantization(trained_with: object) -> str:
         return NONE if trained_with is None else read_quantization(trained_with)
     except LoadRefused:
         return NONE
+
+
+def degraded(method: str) -> tuple[str, ...]:
+    """What serves in the place of `method` where too few peers have its kernels, best first: as few bits by
+    bitsandbytes, then full precision."""
+    return {NONE: (), INT4_FAST: (NF4, NONE), INT8: (BNB_INT8, NONE)}.get(method, (NONE,))

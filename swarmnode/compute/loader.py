@@ -19,7 +19,7 @@ from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.model_config import read_config
-from swarmnode.compute.spec import PACKED_METHODS, serving_dtype
+from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.errors import LoadFailed, LoadRefused
 
@@ -56,7 +56,7 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     _check_kernels(spec.quantization, device)
     dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(sources), spec.quantization))
     model = StageModel(spec, config, dtype, device)
-    wants_lean = spec.lean or spec.quantization in PACKED_METHODS
+    wants_lean = (spec.lean and spec.quantization not in BNB_METHODS) or spec.quantization in PACKED_METHODS
     lean = LeanBuilder(model, model.parameters(), spec.quantization) if wants_lean else None
     _fill(model, sources, progress, lean)
     if lean is not None:

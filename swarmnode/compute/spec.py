@@ -15,7 +15,9 @@ _HALF_FORMATS = frozenset({"bfloat16", "float16", "BF16", "F16"})
 """In the words of manifests and of safetensors headers."""
 PACKED_METHODS = ("int8", "int4-fast")
 """Weights packed for torch's CPU kernels, by the lean decoder."""
-QUANTIZATIONS = ("none", *PACKED_METHODS)
+BNB_METHODS = ("nf4", "bnb-int8")
+"""Weights as bitsandbytes quantizes them, in transformers' own blocks; on CPUs and cards."""
+QUANTIZATIONS = ("none", *PACKED_METHODS, *BNB_METHODS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class StageSpec:
     `dtype` "auto" serves float32 weights in float32 and both half formats in bfloat16 (see `serving_dtype`).
     `device` is "auto" (CUDA if there is a card), "cpu", "cuda" or "cuda:N". `threads` 0 leaves torch's own choice.
     `lean` False keeps transformers' own blocks where the lean decoder could serve. `quantization` is one of
-    QUANTIZATIONS; the packed ones compute in bfloat16 unless `dtype` says float32.
+    QUANTIZATIONS; the quantized ones compute in bfloat16 unless `dtype` says float32.
     """
 
     folder: Path

@@ -16,9 +16,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from swarmnode.compute import bnb
 from swarmnode.compute.attention import ATTENTION_NAME, attention_mode
 from swarmnode.compute.kv_cache import StepCache
 from swarmnode.compute.lean_decoder import LeanTail
+from swarmnode.compute.spec import BNB_METHODS
 from swarmnode.compute.supported import architecture_name, check_supported
 from swarmnode.errors import LoadRefused
 
@@ -70,6 +72,8 @@ class StageModel:
         self.num_layers = spec.end_layer - spec.first_layer
         self.dtype, self.device = dtype, device
         self.outer: Any = _build_on_meta(config, dtype, self.name)
+        if spec.quantization in BNB_METHODS:
+            bnb.replace_linears(self.outer, spec.quantization, dtype)
         _check_parts(self.outer, spec, self.name)
         self.base: Any = self.outer.model
         self.config: Any = self.outer.config
@@ -99,11 +103,13 @@ class StageModel:
         return "model.embed_tokens.weight"
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
-        """Put a loaded tensor in place of the meta parameter of this checkpoint name."""
+        """Put a loaded tensor in place of the meta parameter of this checkpoint name, quantized where that one is."""
         parameter = nn.Parameter(value, requires_grad=False)
         if name != self.embedding_name or self.is_first:
             owner, _, leaf = self._module_name(name).rpartition(".")
-            setattr(self.outer.get_submodule(owner), leaf, parameter)
+            module = self.outer.get_submodule(owner)
+            low_bit = bnb.quantized(module, leaf, value)
+            setattr(module, leaf, parameter if low_bit is None else low_bit)
         if name == self.embedding_name and self.tied and self.is_last:
             self.outer.lm_head.weight = parameter
 

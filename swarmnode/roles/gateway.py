@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -192,13 +193,7 @@ async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncGenerator[Cha
         event = await stream.next()
         if isinstance(event, Done):
             route = "direct" if len(ring.specs) > 1 else "local"
-            yield Done(
-                event.finish_reason,
-                event.prompt_tokens,
-                event.completion_tokens,
-                {**event.timing, "route": route},
-                event.stop_sequence,
-            )
+            yield replace(event, timing={**event.timing, "route": route})
             return
         yield event
 
@@ -231,7 +226,8 @@ def _same(ring: LoadedRing, options: LoadOptions) -> bool:
     stages = options.num_stages or len(options.peers) or len(ring.specs)
     names = [(stage.peer.name, stage.peer.node) for stage in ring.plan.stages]
     on_peers = not options.peers or all(p in pair for p, pair in zip(options.peers, names, strict=False))
-    same_weights = options.dtype in ("auto", ring.dtype) and options.quantization in (None, ring.quantization)
+    methods = (None, ring.quantization, ring.asked_quantization)
+    same_weights = options.dtype in ("auto", ring.dtype) and options.quantization in methods
     return stages == len(ring.specs) and on_peers and same_weights
 
 
@@ -242,6 +238,7 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
         "ring": ring.ring,
         "dtype": ring.dtype,
         "quantization": ring.quantization,
+        "notice": ring.notice,
         "started": ring.started_unix,
         "context_tokens": ring.plan.context_tokens,
         "max_in_flight": ring.plan.max_in_flight,

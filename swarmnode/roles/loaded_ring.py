@@ -54,6 +54,8 @@ class LoadedRing:
         self.plan = planned.plan
         self.dtype = planned.dtype
         self.quantization = planned.quantization
+        self.asked_quantization = planned.asked_quantization
+        self.notice = planned.notice
         self.started_unix = int(time.time())
         self.draining = False
         self.gauges: dict[int, Mapping[str, Any]] = {}

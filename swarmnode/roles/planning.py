@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.planning import stage_files
-from swarmnode.cluster.placement import ModelShape, Plan, PlanRequest, plan_load
-from swarmnode.cluster.quantization import NONE, default_quantization
+from swarmnode.cluster.placement import LacksKernels, ModelShape, Plan, PlanRequest, plan_load
+from swarmnode.cluster.quantization import NONE, default_quantization, degraded
+from swarmnode.compute.spec import serving_dtype
 from swarmnode.compute.supported import SCRIPTED, check_supported
 from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from swarmnode.config import Settings
     from swarmnode.ids import RingId
 
-SERVING_DTYPES = ("auto", "float32", "bfloat16")
 CONFIG_PATH = "tokenizer/config.json"
 MAX_CONFIG_BYTES = 4 << 20
 """The largest known config.json, with a vocabulary of extras in it, has a few hundred KiB."""
@@ -36,6 +36,9 @@ class PlannedRing:
     specs: tuple[LoadSpec, ...]
     dtype: str
     quantization: str = NONE
+    asked_quantization: str = NONE
+    notice: str = ""
+    """Why it serves with another quantization than was asked."""
 
 
 def model_shape(manifest: Manifest) -> ModelShape:
@@ -51,16 +54,6 @@ def model_shape(manifest: Manifest) -> ModelShape:
         recorded_boundaries=manifest.boundaries,
         weightless=arch.name == SCRIPTED,
     )
-
-
-def serving_dtype(asked: str, stored: str, quantization: str = NONE) -> str:
-    """The dtype a stage computes in: what was asked, else bfloat16 over quantized weights and for both half formats,
-    and float32 for float32 weights."""
-    if asked not in SERVING_DTYPES:
-        raise LoadRefused(f"dtype {asked!r} is not one of {', '.join(SERVING_DTYPES)}", param="dtype")
-    if asked != "auto":
-        return asked
-    return "float32" if stored == "float32" and quantization == NONE else "bfloat16"
 
 
 def check_architecture(registry: Registry, manifest: Manifest) -> None:
@@ -84,18 +77,8 @@ def plan_ring(
     epoch: int,
 ) -> PlannedRing:
     """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
-    quantization = options.quantization or default_quantization(manifest.quantization)
-    dtype = serving_dtype(options.dtype, manifest.dtype, quantization)
-    request = PlanRequest(
-        num_stages=options.num_stages,
-        peers=options.peers,
-        dtype=dtype,
-        in_flight=settings.in_flight,
-        typical_tokens=settings.typical_tokens,
-        min_context_tokens=settings.context_tokens,
-        quantization=quantization,
-    )
-    plan = plan_load(model_shape(manifest), request, offers)
+    asked = options.quantization or default_quantization(manifest.quantization)
+    plan, request, notice = _place(manifest, options, offers, settings, asked)
     layers = manifest.architecture.num_layers
     specs = tuple(
         LoadSpec(
@@ -106,8 +89,8 @@ def plan_ring(
             model=manifest.model_id,
             files=stage_files(manifest, stage.first_layer, stage.end_layer, len(plan.stages), index),
             scripted=manifest.architecture.name == SCRIPTED,
-            dtype=dtype,
-            quantization=quantization,
+            dtype=request.dtype,
+            quantization=request.quantization,
             eos_token_ids=manifest.eos_token_ids,
             num_stages=len(plan.stages),
             first_layer=stage.first_layer,
@@ -123,7 +106,35 @@ def plan_ring(
         )
         for index, stage in enumerate(plan.stages)
     )
-    return PlannedRing(plan, specs, dtype, quantization)
+    return PlannedRing(plan, specs, request.dtype, request.quantization, asked, notice)
+
+
+def _place(
+    manifest: Manifest, options: LoadOptions, offers: Sequence[PeerResources], settings: Settings, asked: str
+) -> tuple[Plan, PlanRequest, str]:
+    """With the quantization that was asked, else where too few peers have its kernels with the next best one (Q1)."""
+    lacking = ""
+    for method in (asked, *degraded(asked)):
+        request = PlanRequest(
+            num_stages=options.num_stages,
+            peers=options.peers,
+            dtype=serving_dtype(options.dtype, manifest.dtype, method),
+            in_flight=settings.in_flight,
+            typical_tokens=settings.typical_tokens,
+            min_context_tokens=settings.context_tokens,
+            quantization=method,
+        )
+        try:
+            plan = plan_load(model_shape(manifest), request, offers)
+        except LacksKernels as error:
+            lacking += f"{error.message}; "
+        except LoadRefused as error:
+            if not lacking:
+                raise
+            raise LoadRefused(f"{lacking}and with {method}: {error.message}", param="quantization") from error
+        else:
+            return plan, request, f"{lacking}served with {method}" if lacking else ""
+    raise AssertionError("full precision needs no kernels")
 
 
 def _waiting_room(plan: Plan, settings: Settings) -> int:

@@ -72,6 +72,8 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
         parts.append(_stages_table(stages))
         if status.get("state") != "ready":
             parts.append(_coverage(stages))
+    if status.get("notice"):
+        parts.append(Text(str(status["notice"]), style="yellow"))
     error = status.get("error")
     if error:
         parts.append(Text(f"{error.get('code')}: {error.get('message')}", style="red"))
@@ -109,6 +111,7 @@ def _headline(status: Mapping[str, Any]) -> Text:
     facts = quantities.listed(
         [
             str(status.get("dtype") or ""),
+            "" if status.get("quantization") in (None, "none") else str(status["quantization"]),
             quantities.plural(status["requests"], "request") if "requests" in status else "",
             f"{status['running']} running, {status['waiting']} waiting" if {"running", "waiting"} <= {*status} else "",
             "" if kv is None else f"KV {quantities.count(reserved or 0)} of {quantities.count(kv)} tokens reserved",

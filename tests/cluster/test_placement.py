@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from swarmnode.cluster.placement import (
     ALL_CAPABILITIES,
-    CPU_CAPABILITIES,
     HEADROOM,
+    RING_CAPABILITIES,
     WORKER_BYTES,
     ModelShape,
     PeerResources,
@@ -138,7 +138,7 @@ def test_an_unknown_peer_is_named_with_those_that_are_known() -> None:
         plan_load(SHAPE, replace(ASK, peers=("loft",)), [])
 
 
-@pytest.mark.parametrize("lacking", sorted(ALL_CAPABILITIES - CPU_CAPABILITIES))
+@pytest.mark.parametrize("lacking", sorted(RING_CAPABILITIES))
 def test_a_peer_that_lacks_what_the_ring_needs_is_named(lacking: str) -> None:
     old = replace(CELLAR, capabilities=ALL_CAPABILITIES - {lacking})
     ask = replace(ASK, peers=("cellar",)) if lacking == "serve-one-stage" else replace(ASK, peers=("attic", "cellar"))

@@ -6,8 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.cluster.placement import ALL_CAPABILITIES, ModelShape, PeerResources, PlanRequest, plan_load
-from swarmnode.cluster.quantization import METHODS, SERVE_INT4_FAST, default_quantization, read_quantization
+from swarmnode.cluster.placement import (
+    ALL_CAPABILITIES,
+    LacksKernels,
+    ModelShape,
+    PeerResources,
+    PlanRequest,
+    plan_load,
+)
+from swarmnode.cluster.quantization import (
+    METHODS,
+    SERVE_INT4_FAST,
+    SERVE_QUANTIZED,
+    default_quantization,
+    degraded,
+    read_quantization,
+)
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId
 
@@ -30,13 +44,23 @@ def test_methods_are_read(method: str) -> None:
     assert default_quantization({"method": method}) == method
 
 
-def test_the_alias_of_int4_fast() -> None:
-    assert read_quantization({"backend": "torchao"}) == "int4-fast"
+@pytest.mark.parametrize(
+    ("asked", "method"), [({"backend": "torchao"}, "int4-fast"), ({"bits": 4}, "nf4"), ({"bits": 8}, "bnb-int8")]
+)
+def test_other_ways_to_say_it(asked: dict[str, str | int], method: str) -> None:
+    assert read_quantization(asked) == method
+    assert default_quantization(asked) == method
 
 
-@pytest.mark.parametrize("asked", [None, "int8", {}, {"bits": 2}, {"method": "int8", "bits": 4}, {"method": ["int8"]}])
+REFUSED: list[object] = [
+    None, "int8", {}, {"bits": 2}, {"bits": True}, {"bits": "8"}, {"method": "int8", "bits": 4}, {"method": ["int8"]},
+    {"backend": "nf4"}, {1: 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", REFUSED, ids=str)
 def test_the_rest_is_refused_with_what_is_allowed(asked: object) -> None:
-    with pytest.raises(LoadRefused, match=r'allowed are \{"method": "none"\}, \{"method": "int8"\}'):
+    with pytest.raises(LoadRefused, match=r'allowed are \{"method": "none"\}, \{"method": "nf4"\}'):
         read_quantization(asked)
 
 
@@ -45,21 +69,44 @@ def test_a_servable_trained_with_what_is_not_served_is_served_in_full_precision(
     assert default_quantization({"method": "gptq"}) == "none"
 
 
-@pytest.mark.parametrize(("method", "layer_bytes"), [("int8", 1.05), ("int4-fast", 0.55)])
-def test_layers_and_head_are_priced_by_the_method_embeddings_by_the_dtype(method: str, layer_bytes: float) -> None:
+@pytest.mark.parametrize(
+    ("method", "layer_bytes", "head_bytes"),
+    [("int8", 1.05, 1.05), ("int4-fast", 0.55, 1.05), ("nf4", 0.55, 2), ("bnb-int8", 1.05, 2)],
+)
+def test_layers_and_head_are_priced_by_the_method_embeddings_by_the_dtype(
+    method: str, layer_bytes: float, head_bytes: float
+) -> None:
     first, last = plan_load(SHAPE, replace(ASK, quantization=method), PEERS).stages
     assert first.weight_bytes == pytest.approx(20e6 * layer_bytes + 3e6 * 2, abs=2)
-    assert last.weight_bytes == pytest.approx(20e6 * layer_bytes + 2e6 * 1.05, abs=2)
+    assert last.weight_bytes == pytest.approx(20e6 * layer_bytes + 2e6 * head_bytes, abs=2)
     plain = plan_load(SHAPE, ASK, PEERS).stages
     assert [stage.weight_bytes for stage in plain] == [46_000_000, 44_000_000]
 
 
-def test_a_peer_without_the_kernels_is_named() -> None:
-    lacking = replace(PEERS[1], capabilities=ALL_CAPABILITIES - {SERVE_INT4_FAST})
-    with pytest.raises(LoadRefused, match=r"peer bert cannot hold int4-fast weights: .*serve-int4-fast") as refusal:
-        plan_load(SHAPE, replace(ASK, quantization="int4-fast"), [PEERS[0], lacking])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_serves_in_a_methods_place_ends_in_full_precision(method: str) -> None:
+    chain = (method, *degraded(method))
+    assert chain[-1] == "none"
+    assert len(set(chain)) == len(chain)
+
+
+def test_peers_without_the_kernels_are_named() -> None:
+    lacking = [replace(peer, capabilities=ALL_CAPABILITIES - {SERVE_INT4_FAST}) for peer in PEERS]
+    with pytest.raises(LacksKernels, match=r"peer bert cannot hold int4-fast weights: serve-int4-fast") as refusal:
+        plan_load(SHAPE, replace(ASK, quantization="int4-fast"), [PEERS[0], lacking[1]])
     assert refusal.value.param == "quantization"
-    assert plan_load(SHAPE, replace(ASK, quantization="int8"), [PEERS[0], lacking]).stages
+    with pytest.raises(LacksKernels, match="peers anna, bert cannot hold"):
+        plan_load(SHAPE, replace(ASK, quantization="int4-fast"), lacking)
+    assert plan_load(SHAPE, replace(ASK, quantization="int8"), lacking).stages
+
+
+def test_peers_with_the_kernels_are_chosen_before_larger_ones() -> None:
+    large = PeerResources(NodeId("carl"), "carl", 16 << 30, capabilities=ALL_CAPABILITIES - {SERVE_QUANTIZED})
+    names = {
+        method: [s.peer.name for s in plan_load(SHAPE, replace(ASK, quantization=method), [large, *PEERS]).stages]
+        for method in ("none", "nf4")
+    }
+    assert names == {"none": ["carl", "anna"], "nf4": ["anna", "bert"]}
 
 
 def test_a_model_that_only_fits_packed() -> None:
