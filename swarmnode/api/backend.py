@@ -58,6 +58,8 @@ class Done:
     completion_tokens: int
     timing: Mapping[str, Any]
     stop_sequence: str | None = None
+    cached_tokens: int = 0
+    """Of the prompt: tokens that were continued from a conversation kept in memory, not read again."""
 
 
 ChatEvent = Accepted | Started | TextDelta | Done

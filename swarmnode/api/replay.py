@@ -42,6 +42,7 @@ class Replay:
     finish_reason: str = "stop"
     stop_sequence: str | None = None
     prompt_tokens: int = 7
+    cached_tokens: int = 0
 
 
 @dataclass
@@ -118,7 +119,14 @@ class ReplayBackend:
             yield TextDelta(text, 1)
         if script.error is not None:
             raise script.error
-        yield Done(script.finish_reason, script.prompt_tokens, len(script.texts), REPLAY_TIMING, script.stop_sequence)
+        yield Done(
+            script.finish_reason,
+            script.prompt_tokens,
+            len(script.texts),
+            REPLAY_TIMING,
+            script.stop_sequence,
+            script.cached_tokens,
+        )
 
     async def _wait(self, phase: str, seconds: float | None) -> None:
         self.phase = phase

@@ -71,9 +71,10 @@ class ChunkEncoder:
         return event({**self._base, "choices": [choice], **self._usage, **(extra or {})})
 
 
-def usage_of(done: Done) -> dict[str, int]:
+def usage_of(done: Done) -> dict[str, Any]:
     return {
         "prompt_tokens": done.prompt_tokens,
         "completion_tokens": done.completion_tokens,
         "total_tokens": done.prompt_tokens + done.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
     }

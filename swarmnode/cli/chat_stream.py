@@ -20,6 +20,8 @@ class ChatResult:
     finish_reason: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt: not read again, but continued from a conversation in memory."""
     ttft_s: float = 0.0
     total_s: float = 0.0
     timing: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +38,7 @@ class ChatResult:
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
             "ttft_s": round(self.ttft_s, 4),
             "tokens_per_s": round(self.tokens_per_s, 2),
             "timing": self.timing,
@@ -44,6 +47,8 @@ class ChatResult:
     def footer(self) -> str:
         """One line: TTFT, speed and where the time of a token went."""
         parts = [f"TTFT {self.ttft_s:.2f} s", f"{self.tokens_per_s:.1f} tokens/s", f"{self.completion_tokens} tokens"]
+        if self.cached_tokens:
+            parts.append(f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from memory")
         stages = sorted(key for key in self.timing if key.startswith("stage") and key.endswith("_ms"))
         split = [f"{key.removesuffix('_ms')} {self.timing[key]:.1f}" for key in stages]
         split += [f"{key} {self.timing[f'{key}_ms']:.1f}" for key in ("link", "queue") if f"{key}_ms" in self.timing]
@@ -68,6 +73,7 @@ def run_chat(client: ApiClient, body: Mapping[str, Any], show: Callable[[str], N
 def _take(result: ChatResult, chunk: Mapping[str, Any], started_s: float, show: Callable[[str], None]) -> None:
     if usage := chunk.get("usage"):
         result.prompt_tokens, result.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     result.timing = chunk.get("swarm", {}).get("timing", result.timing)
     for choice in chunk["choices"]:
         result.finish_reason = choice["finish_reason"] or result.finish_reason

@@ -158,6 +158,8 @@ class TextThread:
             "prompt_tokens": end.prompt_tokens,
             "completion_tokens": reply.tokens if stopped else end.completion_tokens,
         }
+        if end.cached_tokens:
+            header["cached"] = end.cached_tokens
         if reply.stopped_by is not None:
             header["stop"] = reply.stopped_by
         self._post(Frame("done", header, pack_body(dict(end.timing))))

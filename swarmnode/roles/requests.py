@@ -96,4 +96,5 @@ def _done(frame: Frame) -> Done:
         completion_tokens=header["completion_tokens"],
         timing=unpack_body(frame.body),
         stop_sequence=header.get("stop"),
+        cached_tokens=min(header.get("cached", 0), header["prompt_tokens"]),
     )

@@ -26,7 +26,7 @@ data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"replay-1"
 
 data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"replay-1","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}],"usage":null,"swarm":{"timing":{"stage0_ms":0.0,"link_ms":0.0,"prefill_ms":0.0,"route":"replay"}}}
 
-data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"replay-1","choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}}
+data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"replay-1","choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}
 
 data: [DONE]
 
@@ -95,7 +95,12 @@ async def test_whole_reply_has_every_required_key(gateway: Any) -> None:
                 "stop_reason": "END",
             }
         ],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 3,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
         "swarm": {"timing": {"stage0_ms": 0.0, "link_ms": 0.0, "prefill_ms": 0.0, "route": "replay"}},
     }
 

@@ -54,6 +54,21 @@ async def test_stream(gateway: Any, usage: bool) -> None:
     assert [chunk.usage.total_tokens for chunk in found if chunk.usage] == ([11] if usage else [])
 
 
+@pytest.mark.parametrize("cached", [0, 5])
+async def test_cached_tokens_stand_in_the_usage_of_whole_and_streamed_replies(gateway: Any, cached: int) -> None:
+    gateway.backend.replay = Replay(cached_tokens=cached)
+
+    def use(client: openai.OpenAI) -> list[Any]:
+        asked: Any = {"model": "replay-1", "messages": USER}
+        whole = client.chat.completions.create(**asked)
+        streamed = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        return [whole.usage, streamed[-1].usage]
+
+    for usage in await call(gateway, use):
+        assert (usage.prompt_tokens, usage.total_tokens) == (7, 11)
+        assert usage.prompt_tokens_details.cached_tokens == cached
+
+
 async def test_models(gateway: Any) -> None:
     assert [m.id for m in await call(gateway, lambda c: c.models.list().data)] == ["replay-1"]
     assert (await call(gateway, lambda c: c.models.retrieve("replay-1"))).owned_by == "swarmnode"

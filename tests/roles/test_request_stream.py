@@ -51,6 +51,15 @@ async def test_a_reply_comes_through_in_order_and_ends(held: Held) -> None:
     assert held.cancels == 0
 
 
+@pytest.mark.parametrize(("told", "cached"), [(None, 0), (5, 5), (99, 12)])
+async def test_cached_tokens_are_a_part_of_the_prompt(held: Held, told: int | None, cached: int) -> None:
+    header = DONE.header if told is None else {**DONE.header, "cached": told}
+    held.stream.put(Frame("done", header, DONE.body))
+    done = await held.stream.next()
+    assert isinstance(done, Done)
+    assert done.cached_tokens == cached
+
+
 async def test_an_error_is_raised_with_its_class_and_field(held: Held) -> None:
     held.stream.put(ERROR)
     with pytest.raises(ContextTooLong, match="too long") as raised:
