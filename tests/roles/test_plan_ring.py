@@ -9,7 +9,8 @@ import pytest
 
 from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
-from swarmnode.cluster.placement import PeerResources
+from swarmnode.cluster.placement import ALL_CAPABILITIES, RING_CAPABILITIES, PeerResources
+from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
@@ -126,3 +127,31 @@ def test_a_dtype_nobody_serves_is_refused_by_name(settings: Settings, dtype: str
 def test_a_load_that_cannot_work_is_refused_before_anything_is_made(settings: Settings) -> None:
     with pytest.raises(LoadRefused, match="7 stages asked for, but the model has 6 layers"):
         plan(LoadOptions(num_stages=7), settings)
+
+
+def without(capability: str, offers: list[PeerResources] = PEERS) -> list[PeerResources]:
+    return [replace(offer, capabilities=ALL_CAPABILITIES - {capability}) for offer in offers]
+
+
+def test_q1_the_models_own_quantization_serves_unless_the_load_asks_for_another(settings: Settings) -> None:
+    trained = MANIFEST.model_copy(update={"quantization": {"method": "nf4"}})
+    assert {s.quantization for s in plan(LoadOptions(), settings, trained).specs} == {"nf4"}
+    assert {s.quantization for s in plan(LoadOptions(quantization="none"), settings, trained).specs} == {"none"}
+
+
+def test_q1_with_too_few_capable_peers_the_next_best_serves_and_says_why(settings: Settings) -> None:
+    asked = LoadOptions(quantization="int4-fast")
+    fewer = plan_ring(MANIFEST, asked, without(SERVE_INT4_FAST), settings, RingId("r1"), 3)
+    assert (fewer.quantization, fewer.asked_quantization, fewer.dtype) == ("nf4", "int4-fast", "bfloat16")
+    assert "cannot hold int4-fast weights" in fewer.notice
+    assert fewer.notice.endswith("served with nf4")
+    neither = [replace(o, capabilities=RING_CAPABILITIES) for o in PEERS]
+    full = plan_ring(MANIFEST, asked, neither, settings, RingId("r1"), 3)
+    assert {s.quantization for s in full.specs} == {"none"}
+    assert plan(asked, settings).notice == ""
+
+
+def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(settings: Settings) -> None:
+    small = [replace(offer, memory_bytes=1 << 20) for offer in without(SERVE_QUANTIZED)]
+    with pytest.raises(LoadRefused, match=r"cannot hold nf4 weights: .* and with none: too little memory: stage 0"):
+        plan_ring(MANIFEST, LoadOptions(quantization="nf4"), small, settings, RingId("r1"), 3)
