@@ -27,6 +27,10 @@ class HeadConfig:
     max_group: int = 0
     typical_tokens: int = TYPICAL_TOKENS
     schedule: str = "cost"
+    prefix_reuse: bool = False
+    """Keep the caches of ended conversations while there is room, for requests that begin with the same tokens."""
+    exact_prefix: bool = False
+    """The model has layers with a recurrent state: a conversation can only be continued at exactly its end."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

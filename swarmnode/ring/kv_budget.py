@@ -42,5 +42,21 @@ class KvBudget:
             self._used += extra
         return True
 
+    def shrink(self, session: SessionId, tokens: int) -> None:
+        """Lower the session's reservation to `tokens`, where it is more."""
+        surplus = max(0, self.held_by(session) - tokens)
+        if surplus:
+            self._held[session] -= surplus
+            self._used -= surplus
+
+    def transfer(self, giver: SessionId, taker: SessionId, tokens: int) -> None:
+        """Hand `tokens` of one session's reservation to another's."""
+        left = self.held_by(giver) - tokens
+        if left:
+            self._held[giver] = left
+        else:
+            del self._held[giver]
+        self._held[taker] = self.held_by(taker) + tokens
+
     def release(self, session: SessionId) -> None:
         self._used -= self._held.pop(session, 0)

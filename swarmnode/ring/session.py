@@ -7,22 +7,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.ring.work import DecodeRow, PieceWork
+from swarmnode.ring.work import Continuation, DecodeRow, PieceWork
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from swarmnode.ids import RequestId, SessionId
+    from swarmnode.ring.parking import Parked
     from swarmnode.ring.work import Sampling
 
 
 class Phase(Enum):
-    """waiting → prefill → decode → ending; a session in `ending` holds its reservation until `Ended` returns."""
+    """waiting → prefill → decode; a paused one comes back to prefill. Who has ended is in `Leaving`."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
-    ENDING = "ending"
+    PAUSED = "paused"
 
 
 @dataclass(slots=True)
@@ -74,11 +75,19 @@ class Session:
     opened_s: float
     gen: int = 0
     phase: Phase = Phase.WAITING
+    reading: tuple[int, ...] = ()
+    """What goes round in pieces: the prompt; after a pause all tokens there are."""
     next_piece: int = 0
-    """First prompt position not yet run on stage 0."""
+    """First position of `reading` not yet run on stage 0."""
+    start: Continuation | None = None
+    """The parked conversation it continues, until its first piece came back."""
+    source: Parked | None = None
+    cached_tokens: int = 0
     pieces: deque[PieceUnderWay] = field(default_factory=deque)
     """In the ring, in order; answers come back in the same order."""
-    generated: int = 0
+    reply: list[int] = field(default_factory=list)
+    wants_room: bool = False
+    """Its next position has no room yet: it does not step."""
     group: int = 0
     """Names the group its last step went round with."""
     delayed: bool = False
@@ -96,9 +105,36 @@ class Session:
     times: StepTimes = field(default_factory=StepTimes)
 
     @property
+    def generated(self) -> int:
+        return len(self.reply)
+
+    @property
     def length(self) -> int:
         """Positions all stages' caches hold once the step in flight is done (the last sampled token has no KV)."""
         return len(self.prompt) + max(0, self.generated - 1)
+
+    @property
+    def confirmed(self) -> int:
+        """Positions that every stage holds: answers came back for them."""
+        if self.phase is Phase.DECODE:
+            return self.length
+        if self.phase is not Phase.PREFILL or self.start is not None:
+            return 0
+        return self.pieces[0].pos if self.pieces else self.next_piece
+
+    @property
+    def sent(self) -> int:
+        """Positions that some stage may hold."""
+        return self.next_piece if self.phase is Phase.PREFILL else self.length + self.in_flight
+
+    @property
+    def needed_tokens(self) -> int:
+        """Its next position included."""
+        return len(self.prompt) + self.generated + 1
+
+    @property
+    def longest_tokens(self) -> int:
+        return len(self.prompt) + self.max_new_tokens
 
     @property
     def in_flight(self) -> bool:
@@ -107,9 +143,31 @@ class Session:
             return bool(self.pieces)
         return self.phase is Phase.DECODE and self.last_token is None
 
+    def begin(self, now: float, start: Continuation | None = None, source: Parked | None = None) -> None:
+        """Read the prompt from now on, behind what it shares with a parked conversation."""
+        self.start, self.source = start, source
+        self.cached_tokens = start.length if start is not None else 0
+        self.started_s = now
+        self._read(self.prompt, self.cached_tokens, now)
+
+    def pause(self) -> None:
+        """What still travels of it belongs to a past generation."""
+        self.phase, self.gen = Phase.PAUSED, self.gen + 1
+        self.pieces.clear()
+        self.last_token, self.wants_room, self.delayed = None, False, False
+
+    def resume(self, now: float) -> None:
+        """Read all its tokens again: the answer to the last of them is the next token, as if nothing had been."""
+        self._read(self.prompt + tuple(self.reply), 0, now)
+
+    def _read(self, tokens: tuple[int, ...], begin: int, now: float) -> None:
+        self.phase, self.reading, self.next_piece = Phase.PREFILL, tokens, begin
+        self.progress_s = self.ready_s = now
+
     def take_piece(self, n: int, now: float) -> PieceWork:
-        """The next `n` positions of its prompt as work; from now on they are under way."""
+        """The next `n` positions of what it reads as work; from now on they are under way."""
         pos = self.next_piece
+        is_first = pos == (self.start.length if self.start is not None else 0)
         self.next_piece = pos + n
         if not self.pieces:
             self.progress_s = now  # waiting for its turn at stage 0 is no stage's silence
@@ -118,9 +176,10 @@ class Session:
         return PieceWork(
             session=self.id,
             pos=pos,
-            ids=self.prompt[pos : pos + n],
-            last=self.next_piece == len(self.prompt),
-            sampling=self.sampling if pos == 0 else None,
+            ids=self.reading[pos : pos + n],
+            last=self.next_piece == len(self.reading),
+            sampling=self.sampling if is_first else None,
+            start=self.start if is_first else None,
         )
 
     def take_step(self, group: int, now: float) -> DecodeRow:

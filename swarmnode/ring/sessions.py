@@ -10,34 +10,27 @@ from swarmnode.ring.session import Phase, Session
 
 
 class Sessions(dict[SessionId, Session]):
-    """In the order they were opened; a session leaves when nobody holds anything of it any more."""
+    """In the order they were opened; a session leaves when its request has ended."""
 
-    def alive(self, session_id: SessionId) -> Session | None:
-        """The session, unless it is unknown or ending: whatever still comes for those is late."""
+    def running(self) -> list[Session]:
+        """Those that have started and not been paused, by age."""
+        return [s for s in self.values() if s.phase in (Phase.PREFILL, Phase.DECODE)]
+
+    def alive(self, session_id: SessionId, gen: int) -> Session | None:
+        """The session while it runs in that generation: whatever else comes for it is late."""
         session = self.get(session_id)
-        return session if session is not None and session.phase is not Phase.ENDING else None
-
-    def active(self) -> list[Session]:
-        """All that have not ended for their requests."""
-        return [s for s in self.values() if s.phase is not Phase.ENDING]
+        if session is None or session.gen != gen or session.phase not in (Phase.PREFILL, Phase.DECODE):
+            return None
+        return session
 
     def ready(self) -> list[Session]:
         """Those whose next decode step may go round."""
-        return [s for s in self.values() if s.phase is Phase.DECODE and s.last_token is not None]
-
-    @property
-    def running(self) -> int:
-        """How many have started and not ended."""
-        return sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in self.values())
+        return [s for s in self.values() if s.phase is Phase.DECODE and s.last_token is not None and not s.wants_room]
 
     @property
     def reading(self) -> bool:
         """Prompt pieces are in the ring."""
         return any(s.pieces for s in self.values())
-
-    def gen(self, session_id: SessionId) -> int:
-        session = self.get(session_id)
-        return session.gen if session is not None else 0
 
     def pass_now(self, bytes_per_position: int) -> Pass:
         """What is ready and under way, for one decision."""

@@ -1,7 +1,8 @@
 """A later stage: runs the groups and pieces that frames bring, passes them on, and keeps no plan of its own.
 
-Its caches are a function of the frames it saw. `End` frees at once and leaves a floor: frames of that session that
-were still under way are skipped until `End` came on both lanes; the last stage then answers `Ended`.
+Its caches are a function of the frames it saw. `End` and `Drop` free (or park) at once and leave a floor: frames of
+that session that were still under way are skipped until the same came on both lanes; the last stage then answers
+`Ended`. A parked session is held until a piece continues it, a `Drop` ends it, or a `Reset` does not name it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from swarmnode.errors import CacheGap
+from swarmnode.ids import SessionId
 from swarmnode.machine import drain
+from swarmnode.ring.floors import EVERY_GEN, Floors
 from swarmnode.ring.messages import (
     Broken,
+    Drop,
     End,
     Ended,
     Envelope,
@@ -21,6 +26,7 @@ from swarmnode.ring.messages import (
     Piece,
     PieceDone,
     Probe,
+    Reset,
     RingMessage,
     Row,
     Tokens,
@@ -31,8 +37,7 @@ from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork, Work, WorkResul
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from swarmnode.ids import SessionId
-    from swarmnode.ring.work import Failure
+    from swarmnode.ring.work import Continuation, Failure
 
 
 @dataclass(slots=True)
@@ -50,8 +55,11 @@ class _Queued:
     started_s: float = 0.0
     delayed: bool = False
     """A group that has waited for a prompt piece here."""
-    ended: set[SessionId] = field(default_factory=set)
-    """Sessions that ended while this stood in the queue: their floor may be gone before its turn comes."""
+    ended: dict[SessionId, int] = field(default_factory=dict)
+    """Sessions that ended (up to a generation) while this stood in the queue: the floor may be gone before its turn."""
+
+    def skips(self, row: Row) -> bool:
+        return row.gen <= self.ended.get(row.session, -1)
 
 
 class Stage:
@@ -61,7 +69,11 @@ class Stage:
         self.index = index
         self.is_last = index == num_stages - 1
         self._held: dict[SessionId, _Held] = {}
-        self._floors: dict[SessionId, set[str]] = {}
+        self._parked: dict[SessionId, int] = {}
+        """Positions of every session that is parked here."""
+        self._floors = Floors()
+        self._below = SessionId(0)
+        """Of the last reset: older sessions are over."""
         self._groups: deque[_Queued] = deque()
         self._pieces: deque[_Queued] = deque()
         self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
@@ -75,8 +87,10 @@ class Stage:
                 self._groups.append(_Queued(message, now, delayed=self._turns.arrived_during_piece(now)))
             case Piece() as message:
                 self._pieces.append(_Queued(message, now))
-            case End(session=session):
-                self._end(session, envelope.lane)
+            case End() | Drop() as end:
+                self._end(end, envelope.lane)
+            case Reset() as reset:
+                self._reset(reset)
             case Failed() | Broken() as bad_news:
                 self._send_on("act", bad_news)
             case Probe(lane=lane) as probe:
@@ -100,6 +114,7 @@ class Stage:
     def snapshot(self) -> dict[str, int]:
         return {
             "sessions": len(self._held),
+            "parked": len(self._parked),
             "floors": len(self._floors),
             "queued": len(self._groups) + len(self._pieces),
         }
@@ -135,7 +150,7 @@ class Stage:
         message = queued.message
         if isinstance(message, Piece):
             row = Row(message.session, message.gen, message.pos, len(message.ids))
-            if row.session in queued.ended or not self._fits(row):
+            if queued.skips(row) or not self._fits(row, message.start):
                 return None
             piece = PieceWork(
                 session=message.session,
@@ -144,10 +159,11 @@ class Stage:
                 last=message.last,
                 hidden=message.hidden,
                 sampling=message.sampling,
+                start=message.start,
             )
             self._running = (piece, queued, ())
             return piece
-        keep = [i for i, row in enumerate(message.rows) if row.session not in queued.ended and self._fits(row)]
+        keep = [i for i, row in enumerate(message.rows) if not queued.skips(row) and self._fits(row)]
         if not keep:
             return None
         rows = tuple(message.rows[i] for i in keep)
@@ -155,17 +171,22 @@ class Stage:
         self._running = (group, queued, rows)
         return group
 
-    def _fits(self, row: Row) -> bool:
+    def _fits(self, row: Row, start: Continuation | None = None) -> bool:
         """Whether the row is to be run; answers a gap with `Failed`, skips what is floored, failed or of an old gen."""
-        if row.session in self._floors:
+        if row.session < self._below or row.session in self._parked or self._floors.covers(row.session, row.gen):
             return False
         held = self._held.setdefault(row.session, _Held(row.gen))
         if row.gen < held.gen or (held.length is None and row.gen == held.gen):
             return False
         length = held.length or 0
+        if start is not None:
+            length = min(start.length, self._parked.get(start.source, 0))
         if row.pos > length:
-            self._fail(row.session, row.gen, "cache_gap", f"position {row.pos} follows a cache of {length}")
+            what = "a cache" if start is None else f"session {start.source}, parked here with"
+            self._fail(row.session, row.gen, CacheGap.code, f"position {row.pos} follows {what} of {length}")
             return False
+        if start is not None and start.move:
+            del self._parked[start.source]
         held.gen, held.length = row.gen, row.pos + row.n
         return True
 
@@ -212,19 +233,40 @@ class Stage:
 
     # ends
 
-    def _end(self, session: SessionId, lane: str) -> None:
-        if self._held.pop(session, None) is not None:
-            self._freed.append(session)
+    def _end(self, end: End | Drop, lane: str) -> None:
+        session, gen = end.session, end.gen if isinstance(end, Drop) else EVERY_GEN
+        self._give_back(session, gen, end.park if isinstance(end, End) else 0)
         for queued in (*self._groups, *self._pieces):
-            queued.ended.add(session)
-        seen = self._floors.setdefault(session, set())
-        seen.add(lane)
+            queued.ended[session] = max(gen, queued.ended.get(session, gen))
         if not self.is_last:
-            self._send_on(lane, End(session))
-        if len(seen) == 2:
-            del self._floors[session]
-            if self.is_last:
-                self._send_on("act", Ended(session))
+            self._send_on(lane, end)
+        if self._floors.lay(session, gen, lane) and self.is_last:
+            self._send_on("act", Ended(session, end.gen if isinstance(end, Drop) else None))
+
+    def _give_back(self, session: SessionId, gen: int, park: int) -> None:
+        """Free the session's cache, or park it where it holds what is to stay."""
+        held = self._held.get(session)
+        if held is not None and held.gen <= gen:
+            del self._held[session]
+            if park and (held.length or 0) >= park:
+                self._parked[session] = park
+            else:
+                self._freed.append(session)
+        elif held is None and gen != EVERY_GEN:
+            self._parked.pop(session, None)
+            self._freed.append(session)  # also one whose move failed half way
+
+    def _reset(self, reset: Reset) -> None:
+        """Only what every stage has parked goes on; nothing else of the sessions so far is left or will be run."""
+        keep = tuple(session for session in reset.keep if session in self._parked)
+        self._freed += [session for session in (*self._held, *self._parked) if session not in keep]
+        self._held.clear()
+        self._parked = {session: self._parked[session] for session in keep}
+        self._floors.clear()
+        self._groups.clear()
+        self._pieces.clear()
+        self._below = reset.below
+        self._send_on("act", Reset(reset.below, keep))
 
     def _report(self, failed: Mapping[SessionId, Failure]) -> None:
         for session, failure in failed.items():

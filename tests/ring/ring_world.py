@@ -107,6 +107,7 @@ def head_config(num_stages: int = 2, **changes: object) -> HeadConfig:
         prefill_chunk=4,
         typical_tokens=64,
         schedule="source",
+        prefix_reuse=False,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 

@@ -75,7 +75,7 @@ def test_a_lower_gen_is_dropped_without_a_word() -> None:
     stage.outgoing()
     assert run(stage, piece(ONE, 4, 2, gen=1), group((ONE, 1, 4))) == []
     assert stage.outgoing() == []
-    assert stage.snapshot() == {"sessions": 1, "floors": 0, "queued": 0}
+    assert stage.snapshot() == {"sessions": 1, "parked": 0, "floors": 0, "queued": 0}
 
 
 def test_a_session_that_failed_here_waits_for_its_end_and_a_higher_gen_starts_it_anew() -> None:
@@ -110,12 +110,12 @@ def test_the_floor_stands_until_the_end_came_on_both_lanes(order: tuple[str, str
     first, second = order
     stage.receive(Envelope(first, End(ONE)), 0.0)
     assert stage.freed() == [ONE]
-    assert stage.snapshot() == {"sessions": 0, "floors": 1, "queued": 0}
+    assert stage.snapshot() == {"sessions": 0, "parked": 0, "floors": 1, "queued": 0}
     late = piece(ONE, 4, 2) if second == "pre" else group((ONE, 0, 4))
     assert run(stage, late) == []
     assert stage.outgoing() == []
     stage.receive(Envelope(second, End(ONE)), 0.0)
-    assert stage.snapshot() == {"sessions": 0, "floors": 0, "queued": 0}
+    assert stage.snapshot() == {"sessions": 0, "parked": 0, "floors": 0, "queued": 0}
     assert stage.outgoing() == [Envelope("tok", Ended(ONE))]
 
 
@@ -130,7 +130,7 @@ def test_what_stands_in_the_queue_when_both_ends_came_is_never_run(order: tuple[
     works = run(stage)
     assert [[r.session for r in w.rows] for w in works if isinstance(w, GroupWork)] == [[TWO]]
     assert len(works) == 1
-    assert stage.snapshot() == {"sessions": 1, "floors": 0, "queued": 0}
+    assert stage.snapshot() == {"sessions": 1, "parked": 0, "floors": 0, "queued": 0}
 
 
 def test_an_end_during_the_forward_drops_its_result() -> None:
@@ -150,7 +150,7 @@ def test_a_middle_stage_passes_ends_on_and_never_answers_them() -> None:
     for lane in ("act", "pre"):
         stage.receive(Envelope(lane, End(ONE)), 0.0)
     assert stage.outgoing() == [Envelope("act", End(ONE)), Envelope("pre", End(ONE))]
-    assert stage.snapshot() == {"sessions": 0, "floors": 0, "queued": 0}
+    assert stage.snapshot() == {"sessions": 0, "parked": 0, "floors": 0, "queued": 0}
 
 
 def test_rows_that_are_skipped_take_their_hidden_states_with_them() -> None:
@@ -240,7 +240,7 @@ def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], tak
         pass
     assert stage.snapshot()["queued"] == 0
     assert set(caches) <= set(stage._held)
-    assert not set(caches) & set(stage._floors)
+    assert not any(session in stage._floors for session in caches)
 
 
 def test_a_stage_gives_every_session_a_step_between_two_pieces() -> None:

@@ -125,12 +125,14 @@ class RingUnderTest(RuleBasedStateMachine):
 
 def check_every_step(world: RingWorld) -> None:
     head = world.head
-    sessions = head._sessions.values()
-    held = [head.admission.budget.held_by(s.id) for s in sessions]
-    assert head.admission.budget.used_tokens == sum(held) <= head.admission.budget.total_tokens
-    assert all(h >= s.length for h, s in zip(held, sessions, strict=True) if s.phase in (Phase.PREFILL, Phase.DECODE))
-    assert sum(s.phase in (Phase.PREFILL, Phase.DECODE) for s in sessions) <= head.config.max_in_flight
-    assert len(head.admission.waiting) <= head.config.max_waiting
+    sessions, admission = head._sessions.values(), head.admission
+    budget = admission.budget
+    ids = [*(s.id for s in sessions), *(session for session, _ in admission.leaving), *admission.parking.ids]
+    assert budget.used_tokens == sum(map(budget.held_by, set(ids))) <= budget.total_tokens
+    running = [s for s in sessions if s.phase in (Phase.PREFILL, Phase.DECODE)]
+    assert all(budget.held_by(s.id) >= s.sent for s in running)
+    assert len(running) <= head.config.max_in_flight
+    assert len(admission.waiting) <= head.config.max_waiting
     most = head.config.num_stages if head.config.schedule == "source" else MOST_PIECES
     assert sum(len(s.pieces) for s in sessions) <= most
     if world.sent and isinstance(world.sent[-1][2].message, Ended):

@@ -1,0 +1,69 @@
+"""What stage 0 computes next: whose prompt piece or whose decode step; the schedule says how much of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from swarmnode.ring.turns import Turns
+from swarmnode.ring.work import GroupWork, PieceWork, Work
+
+if TYPE_CHECKING:
+    from swarmnode.ring.schedule import Pass, Schedule
+    from swarmnode.ring.session import Session
+    from swarmnode.ring.sessions import Sessions
+
+
+class TurnPlan:
+    """Sessions read their prompts in turn; a step goes to those that have waited longest for theirs."""
+
+    def __init__(self, schedule: Schedule, sessions: Sessions) -> None:
+        self.turns = Turns()
+        self.bytes_per_position = 0
+        """Of hidden state on stage 0's link; 0 until a piece was sent."""
+        self._schedule = schedule
+        self._sessions = sessions
+        self._reading: deque[Session] = deque()
+        self._next_group_id = 1
+
+    def reads(self, session: Session) -> None:
+        """It has something to read in pieces."""
+        self._reading.append(session)
+
+    def forget(self, session: Session) -> None:
+        if session in self._reading:
+            self._reading.remove(session)
+
+    def next_work(self, now: float) -> Work | None:
+        """A piece, unless a step goes first."""
+        chosen = self._sessions.pass_now(self.bytes_per_position)
+        if any(self.turns.step_goes_first((s.id,), s.delayed) for s in self._sessions.ready()):
+            return self._next_group(chosen, now) or self._next_piece(chosen, now)
+        return self._next_piece(chosen, now) or self._next_group(chosen, now)
+
+    def _next_piece(self, chosen: Pass, now: float) -> PieceWork | None:
+        if not self._reading:
+            return None
+        session = self._reading[0]
+        n = self._schedule.piece_positions(chosen, len(session.reading) - session.next_piece)
+        if n == 0:
+            return None
+        self._reading.popleft()
+        work = session.take_piece(n, now)
+        if not work.last:
+            self._reading.append(session)
+        self.turns.piece_begins()
+        for other in self._sessions.ready():
+            other.delayed = True
+        return work
+
+    def _next_group(self, chosen: Pass, now: float) -> GroupWork | None:
+        if not chosen.ready:
+            return None
+        rows = self._schedule.group_rows(chosen)
+        ready = sorted(self._sessions.ready(), key=lambda s: s.ready_s)[:rows]
+        if not ready:
+            return None
+        self._next_group_id += 1
+        self.turns.step_begins([session.id for session in ready])
+        return GroupWork(tuple(session.take_step(self._next_group_id, now) for session in ready))
