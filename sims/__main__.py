@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from sims.report import lines
-from sims.scenarios import jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios import failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     added = scenario("mixed", mixed, lambda chosen: mixed.run(chosen.seed, chosen.jitter))
     added.add_argument("--jitter", type=float, default=0.0, help="varies every step by ± this share of it")
     scenario("jitter", jitter, lambda chosen: jitter.run(chosen.seed))
+    added = scenario("failover", failover, lambda chosen: failover.run(chosen.voters, chosen.failovers, chosen.seed))
+    added.add_argument("--voters", type=_positive, default=3)
+    added.add_argument("--failovers", type=_positive, default=1000)
     scenario("slow-uplink", slow_uplink, lambda chosen: slow_uplink.run(chosen.seed))
     return parser
 

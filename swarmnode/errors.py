@@ -97,6 +97,12 @@ class Overloaded(SwarmError):
     code, status, retryable = "overloaded", 503, True
 
 
+class StaleTerm(SwarmError):
+    """Said by a coordinator that has a successor."""
+
+    code, status = "stale_term", 409
+
+
 class LoadRefused(SwarmError):
     """A load that cannot work, found by arithmetic before anything was loaded; the message holds the numbers."""
 

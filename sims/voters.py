@@ -1,0 +1,349 @@
+"""Voters in virtual time: messages that get lost, doubled and late, machines that pause, crash and are cut off.
+
+The voters are `cluster/election.py` itself. Everything is drawn from one seed, so a failure is replayed by its number.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from swarmnode.cluster.election import Election
+from swarmnode.cluster.election_messages import (
+    Arrived,
+    Committed,
+    Elected,
+    ElectionEvent,
+    Entry,
+    Following,
+    Persist,
+    ProposalRefused,
+    Propose,
+    SendTo,
+    SteppedDown,
+    Stored,
+)
+from swarmnode.cluster.fence import Fence
+from swarmnode.errors import StaleTerm
+from swarmnode.ids import NodeId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+LATE_COMMAND_S = 5.0
+"""A command's mean way to a peer: long enough that elections overtake it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """Seconds of a message's way, and how often it is lost, comes twice, or is held up somewhere."""
+
+    least_s: float = 0.01
+    most_s: float = 0.2
+    loss: float = 0.03
+    double: float = 0.02
+    late: float = 0.02
+    late_s: float = 8.0
+    crash_after_write: float = 0.02
+    """Share of writes to disk after which the machine restarts at once: the worst moment for what it only remembers."""
+
+
+@dataclass(slots=True)
+class Voter:
+    """One machine: what its disk holds outlives it."""
+
+    node: NodeId
+    disk: Stored
+    election: Election | None = None
+    """None while it is down."""
+    paused: bool = False
+    asleep: list[Arrived] = field(default_factory=list)
+    """What reached it while it was paused; a SIGSTOPped process reads it when it goes on."""
+    timer: int = 0
+
+
+class Violation(AssertionError):
+    """A promise of the election was broken."""
+
+
+class VotersWorld:
+    """Runs voters until a second, keeps what they promised, and raises Violation where they break it."""
+
+    def __init__(
+        self,
+        count: int,
+        seed: int,
+        weather: Weather | None = None,
+        *,
+        machine: type[Election] = Election,
+        fence: type[Fence] = Fence,
+    ) -> None:
+        self.now_s = 0.0
+        self.random = Random(seed)
+        self.weather = weather or Weather()
+        self.acknowledged: set[int] = set()
+        """Writes that a coordinator confirmed to whoever asked for them."""
+        self.coordinators: dict[int, NodeId] = {}
+        """By term: who was elected, or followed by another."""
+        self.elected_s: list[float] = []
+        self.faults = 0
+        self.peer = fence()
+        """A node that takes commands of whoever coordinates."""
+        self.obeyed: list[int] = []
+        """The terms of the commands it carried out."""
+        names = [NodeId(f"v{index}") for index in range(count)]
+        empty = Entry(0, 0, tuple(names), _document(set()))
+        self.voters = {name: Voter(name, Stored(0, None, empty)) for name in names}
+        self.cut: set[tuple[NodeId, NodeId]] = set()
+        """Ways that lead nowhere now, each in one direction."""
+        self._machine = machine
+        self._waiting: dict[NodeId, dict[int, int]] = {name: {} for name in names}
+        """By coordinator: write → the version that must be committed before it is acknowledged."""
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        for name in names:
+            self.start(name)
+
+    # what happens to voters
+
+    def start(self, node: NodeId) -> None:
+        """From what its disk holds."""
+        voter = self.voters[node]
+        if voter.election is None:
+            voter.election = self._machine(node, voter.disk, self.now_s, self.random.random)
+            voter.paused, voter.asleep = False, []
+            self._carry_out(voter)
+
+    def crash(self, node: NodeId) -> None:
+        voter = self.voters[node]
+        voter.election = None
+        voter.timer += 1
+        self._waiting[node].clear()
+
+    def _restart(self, node: NodeId) -> None:
+        self.crash(node)
+        self.start(node)
+
+    def pause(self, node: NodeId) -> None:
+        self.voters[node].paused = True
+
+    def resume(self, node: NodeId) -> None:
+        voter = self.voters[node]
+        voter.paused = False
+        asleep, voter.asleep = voter.asleep, []
+        for arrived in asleep:
+            self._receive(voter, arrived)
+        self._tick(voter, voter.timer)
+
+    def heal(self) -> None:
+        """Everything runs and goes on running, and every way is open."""
+        self.weather = replace(self.weather, crash_after_write=0.0)
+        self.cut.clear()
+        for name, voter in self.voters.items():
+            if voter.election is None:
+                self.start(name)
+            elif voter.paused:
+                self.resume(name)
+
+    def write(self, number: int) -> bool:
+        """Ask whoever believes to coordinate to add `number` to the document; whether somebody took it."""
+        for voter in self.voters.values():
+            election = voter.election
+            if election is None or voter.paused or not election.coordinates:
+                continue
+            entry = election.entry
+            self._waiting[voter.node][number] = entry.version + 1
+            self._command(election.term)
+            self._receive(voter, Propose(_document(_numbers(entry.document) | {number}), entry.version))
+            return True
+        return False
+
+    def _command(self, term: int) -> None:
+        """Tell the peer something; on a bad line it arrives when another may coordinate."""
+        self.at(self.now_s + self.random.expovariate(1 / LATE_COMMAND_S), lambda: self._obey(term))
+
+    def _obey(self, term: int) -> None:
+        try:
+            self.peer.admit(term)
+        except StaleTerm:
+            return
+        if self.obeyed and term < self.obeyed[-1]:
+            raise Violation(f"a command of term {term} was carried out after one of term {self.obeyed[-1]}")
+        self.obeyed.append(term)
+
+    # time
+
+    def at(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (seconds, next(self._order), action))
+
+    def run_until(self, end_s: float) -> None:
+        while self._queue and self._queue[0][0] <= end_s:
+            self.now_s, _, action = heapq.heappop(self._queue)
+            action()
+        self.now_s = end_s
+
+    def coordinator(self) -> NodeId | None:
+        """The running voter that coordinates, of the latest term."""
+        leading = [
+            (voter.election.term, name)
+            for name, voter in self.voters.items()
+            if voter.election is not None and not voter.paused and voter.election.coordinates
+        ]
+        return max(leading)[1] if leading else None
+
+    # delivery
+
+    def _send(self, sender: NodeId, effect: SendTo) -> None:
+        weather, copies = self.weather, 1
+        if self.random.random() < weather.double:
+            copies = 2
+        for _ in range(copies):
+            if self.random.random() < weather.loss:
+                self.faults += 1
+                continue
+            late = self.random.random() < weather.late
+            way_s = self.random.uniform(weather.least_s, weather.late_s if late else weather.most_s)
+            arrived = Arrived(sender, effect.message)
+            self.at(self.now_s + way_s, lambda arrived=arrived: self._deliver(effect.node, arrived))  # type: ignore[misc]
+
+    def _deliver(self, node: NodeId, arrived: Arrived) -> None:
+        voter = self.voters.get(node)
+        if voter is None or voter.election is None or (arrived.sender, node) in self.cut:
+            return
+        if voter.paused:
+            voter.asleep.append(arrived)
+        else:
+            self._receive(voter, arrived)
+
+    def _receive(self, voter: Voter, message: Arrived | Propose) -> None:
+        if voter.election is not None:
+            voter.election.receive(message, self.now_s)
+            self._carry_out(voter)
+
+    def _tick(self, voter: Voter, timer: int) -> None:
+        if voter.timer != timer or voter.election is None or voter.paused:
+            return
+        voter.election.handle_timer(self.now_s)
+        self._carry_out(voter)
+
+    def _carry_out(self, voter: Voter) -> None:
+        election = voter.election
+        if election is None:
+            return
+        for effect in election.outgoing():
+            if isinstance(effect, Persist):
+                voter.disk = effect.stored
+                if self.random.random() < self.weather.crash_after_write:
+                    self.at(self.now_s, lambda: self._restart(voter.node))
+            else:
+                self._send(voter.node, effect)
+        for event in election.events():
+            self._happened(voter, event)
+        voter.timer += 1
+        deadline_s, timer = election.next_timer(), voter.timer
+        if deadline_s is not None:
+            self.at(max(deadline_s, self.now_s), lambda: self._tick(voter, timer))
+
+    # promises
+
+    def _happened(self, voter: Voter, event: ElectionEvent) -> None:
+        match event:
+            case Elected(term=term):
+                self._one_coordinator(term, voter.node)
+                self.elected_s.append(self.now_s)
+            case Following(node=node, term=term):
+                self._one_coordinator(term, node)
+            case Committed(entry=entry):
+                self._committed(voter, entry)
+            case SteppedDown() | ProposalRefused():
+                self._waiting[voter.node].clear()
+
+    def _one_coordinator(self, term: int, node: NodeId) -> None:
+        other = self.coordinators.setdefault(term, node)
+        if other != node:
+            raise Violation(f"term {term} has two coordinators, {other} and {node}")
+
+    def _committed(self, voter: Voter, entry: Entry) -> None:
+        """Nothing that was acknowledged is missing; what this voter coordinates and waited for is acknowledged now."""
+        missing = self.acknowledged - _numbers(entry.document)
+        election = voter.election
+        if missing and election is not None and election.coordinates:
+            raise Violation(f"acknowledged writes are lost in {entry.mark} of {voter.node}: {sorted(missing)[:5]}")
+        waiting = self._waiting[voter.node]
+        for number in [number for number, version in waiting.items() if version <= entry.version]:
+            del waiting[number]
+            if election is not None and election.coordinates:
+                self.acknowledged.add(number)
+
+
+def _document(numbers: set[int]) -> bytes:
+    return json.dumps(sorted(numbers)).encode()
+
+
+def _numbers(document: bytes) -> set[int]:
+    return set(json.loads(document))
+
+
+HEAL_S = 90.0
+"""Within this of a whole network somebody coordinates: several rounds of split votes and late frames."""
+FAULTS_EVERY_S = 4.0
+
+
+def torture(
+    seed: int,
+    machine: type[Election] = Election,
+    *,
+    fence: type[Fence] = Fence,
+    count: int = 3,
+    seconds: float = 120.0,
+    faults_every_s: float = FAULTS_EVERY_S,
+    weather: Weather | None = None,
+) -> VotersWorld:
+    """Random faults and writes, then a whole network; raises Violation, also where nobody takes office in time."""
+    world = VotersWorld(count, seed, weather, machine=machine, fence=fence)
+    numbers = itertools.count(1)
+    at_s = 0.0
+    while at_s < seconds:
+        at_s += world.random.expovariate(1 / faults_every_s)
+        world.at(at_s, lambda: _fault(world))
+        world.at(at_s + world.random.random() * faults_every_s, lambda: _write(world, next(numbers)))
+    world.run_until(seconds)
+    world.heal()
+    world.run_until(seconds + HEAL_S)
+    last = next(numbers)
+    if not world.write(last):
+        raise Violation(f"nobody coordinates {HEAL_S:.0f} s after the network is whole")
+    world.run_until(seconds + HEAL_S + 5.0)
+    if last not in world.acknowledged:
+        raise Violation("a write in a whole network was not acknowledged")
+    return world
+
+
+def _write(world: VotersWorld, number: int) -> None:
+    """Whoever asks does not mind if nobody coordinates just now."""
+    world.write(number)
+
+
+def _fault(world: VotersWorld) -> None:
+    """One thing goes wrong, or right again."""
+    world.faults += 1
+    node, other = world.random.sample(list(world.voters), 2)
+    voter = world.voters[node]
+    match world.random.randrange(6):
+        case 0:
+            world.crash(node)
+        case 1:
+            world.start(node)
+        case 2 if voter.election is not None:
+            world.pause(node)
+        case 3 if voter.paused:
+            world.resume(node)
+        case 4:
+            world.cut.add((node, other))
+        case _:
+            world.cut.clear()

@@ -1,0 +1,250 @@
+"""The voters' promises, each as a short scene; the long torture is in tests/sims/test_voters.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sims.voters import VotersWorld, Weather
+from swarmnode.cluster.election import ELECTION_MAX_S, QUORUM_S, Election
+from swarmnode.cluster.election_messages import (
+    Append,
+    Appended,
+    Arrived,
+    AskVote,
+    Committed,
+    Elected,
+    Entry,
+    Following,
+    ForceAlone,
+    Persist,
+    ProposalRefused,
+    Propose,
+    SendTo,
+    SteppedDown,
+    Stored,
+    VoteAnswer,
+)
+from swarmnode.cluster.fence import Fence
+from swarmnode.errors import StaleTerm
+from swarmnode.ids import NodeId
+
+if TYPE_CHECKING:
+    from swarmnode.cluster.election_messages import Effect, VoterMessage
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+CALM = Weather(loss=0.0, double=0.0, late=0.0, crash_after_write=0.0)
+
+
+def voter(*voters: NodeId, stored: Stored | None = None) -> Election:
+    return Election(A, stored or Stored(0, None, Entry(0, 0, voters, b"")), 0.0, lambda: 0.0)
+
+
+def coordinator() -> Election:
+    """A of three voters, elected in term 1 and with B's copy of its first entry."""
+    election = voter(A, B, C)
+    election.handle_timer(5.0)
+    arrive(election, B, VoteAnswer(1, granted=True, pre=True), 5.1)
+    arrive(election, B, VoteAnswer(1, granted=True, pre=False), 5.2)
+    arrive(election, B, Appended(1, (1, 1)), 5.3)
+    election.outgoing()
+    election.events()
+    return election
+
+
+def arrive(election: Election, sender: NodeId, message: VoterMessage, now: float) -> None:
+    election.receive(Arrived(sender, message), now)
+
+
+def sent(effects: list[Effect]) -> list[VoterMessage]:
+    return [effect.message for effect in effects if isinstance(effect, SendTo)]
+
+
+def test_a_single_voter_coordinates_at_once_and_after_its_own_entry_is_on_disk() -> None:
+    election = voter(A)
+    election.handle_timer(0.0)
+    assert [type(event) for event in election.events()] == [Committed, Elected]
+    assert isinstance(election.outgoing()[-1], Persist)
+    assert election.coordinates
+
+
+def test_a_vote_is_on_disk_before_it_is_given() -> None:
+    election = voter(A, B, C)
+    arrive(election, B, AskVote(1, (0, 0), pre=False), 6.0)
+    effects = election.outgoing()
+    assert effects[-1] == SendTo(B, VoteAnswer(1, granted=True, pre=False))
+    kept = [effect.stored for effect in effects if isinstance(effect, Persist)]
+    assert (kept[-1].term, kept[-1].vote) == (1, B)
+
+
+def test_one_vote_a_term_even_after_a_restart() -> None:
+    election = voter(A, B, C)
+    arrive(election, B, AskVote(1, (0, 0), pre=False), 6.0)
+    kept = [effect.stored for effect in election.outgoing() if isinstance(effect, Persist)][-1]
+    restarted = voter(stored=kept)
+    arrive(restarted, C, AskVote(1, (0, 0), pre=False), 7.0)
+    assert sent(restarted.outgoing()) == [VoteAnswer(1, granted=False, pre=False)]
+
+
+def test_a_pre_vote_changes_nothing() -> None:
+    election = voter(A, B, C)
+    arrive(election, B, AskVote(7, (0, 0), pre=True), 6.0)
+    assert election.outgoing() == [SendTo(B, VoteAnswer(7, granted=True, pre=True))]
+    assert election.term == 0
+
+
+def test_who_lacks_an_entry_gets_no_vote() -> None:
+    election = voter(stored=Stored(3, None, Entry(3, 9, (A, B, C), b"x")))
+    arrive(election, B, AskVote(4, (2, 12), pre=False), 6.0)
+    assert sent(election.outgoing()) == [VoteAnswer(4, granted=False, pre=False)]
+
+
+def test_nobody_is_voted_for_while_the_coordinator_is_heard() -> None:
+    election = voter(A, B, C)
+    arrive(election, B, Append(1, (1, 1), (0, 0)), 1.0)
+    election.outgoing()
+    arrive(election, C, AskVote(9, (9, 9), pre=False), 5.9)
+    assert election.outgoing() == []
+    assert election.term == 1
+
+
+def test_a_write_counts_only_with_a_majority() -> None:
+    election = coordinator()
+    election.receive(Propose(b"new", election.entry.version), 6.0)
+    assert election.events() == []
+    arrive(election, C, Appended(1, election.entry.mark), 6.1)
+    assert [event for event in election.events() if isinstance(event, Committed)] == [Committed(election.entry)]
+
+
+def test_a_write_against_an_older_version_is_refused_with_the_present_one() -> None:
+    election = coordinator()
+    election.receive(Propose(b"new", 0), 6.0)
+    (refused,) = election.events()
+    assert isinstance(refused, ProposalRefused)
+    assert (refused.expected, refused.version) == (0, 1)
+
+
+def test_who_does_not_coordinate_writes_nothing() -> None:
+    election = voter(A, B, C)
+    election.receive(Propose(b"new", 0), 1.0)
+    (refused,) = election.events()
+    assert isinstance(refused, ProposalRefused)
+    assert election.outgoing() == []
+
+
+def test_a_coordinator_that_slept_steps_down_before_it_acts() -> None:
+    election = coordinator()
+    election.receive(Propose(b"new", election.entry.version), 5.3 + QUORUM_S + 1)
+    assert [type(event) for event in election.events()] == [SteppedDown, ProposalRefused]
+    assert election.outgoing() == []
+
+
+def test_a_later_term_ends_a_coordinator() -> None:
+    election = coordinator()
+    arrive(election, C, Appended(4, (0, 0)), 6.0)
+    assert [type(event) for event in election.events()] == [SteppedDown]
+    assert election.term == 4
+
+
+def test_a_stale_coordinator_is_told_the_term() -> None:
+    election = voter(stored=Stored(5, None, Entry(5, 2, (A, B, C), b"")))
+    arrive(election, B, Append(4, (4, 9), (4, 9), Entry(4, 9, (A, B, C), b"old")), 1.0)
+    assert sent(election.outgoing()) == [Appended(5, (5, 2))]
+    assert election.entry.document == b""
+
+
+def test_an_entry_that_came_late_does_not_undo_a_newer_one() -> None:
+    election = voter(A, B, C)
+    for version in (2, 1):
+        entry = Entry(1, version, (A, B, C), str(version).encode())
+        arrive(election, B, Append(1, entry.mark, (0, 0), entry), 1.0)
+    assert election.entry.document == b"2"
+
+
+def test_a_follower_says_whom_it_follows_once_a_term() -> None:
+    election = voter(A, B, C)
+    for at_s in (1.0, 2.0):
+        arrive(election, B, Append(1, (1, 1), (0, 0)), at_s)
+    assert election.events() == [Following(B, 1)]
+
+
+def test_voters_change_one_at_a_time_and_only_from_safe_ground() -> None:
+    election = coordinator()
+    for voters in ((A,), (A, B, C, NodeId("d"), NodeId("e")), (B, C)):
+        election.receive(Propose(b"", election.entry.version, voters), 6.0)
+    assert [type(event) for event in election.events()] == [ProposalRefused] * 3
+    election.receive(Propose(b"", election.entry.version, (A, B, C, NodeId("d"))), 6.0)
+    assert election.events() == []
+    arrive(election, B, Appended(1, election.entry.mark), 6.1)
+    assert election.events() == []  # two of four are no majority
+
+
+def test_two_voters_do_not_go_on_alone_unless_told() -> None:
+    election = voter(A, B)
+    for at_s in (5.0, 15.0, 25.0):
+        election.handle_timer(at_s)
+    assert not election.coordinates
+    election.receive(ForceAlone(), 30.0)
+    assert election.coordinates
+    assert election.voters == (A,)
+
+
+def test_a_node_that_is_no_voter_never_asks() -> None:
+    election = voter(B, C)
+    assert election.next_timer() is None
+    election.handle_timer(100.0)
+    assert election.outgoing() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_coordinator_has_a_successor_that_knows_all(seed: int) -> None:
+    world = VotersWorld(3, seed, CALM)
+    world.run_until(30.0)
+    first = world.coordinator()
+    assert first is not None
+    assert world.write(1)
+    world.run_until(32.0)
+    world.crash(first)
+    world.run_until(32.0 + 20.0)
+    second = world.coordinator()
+    assert second not in (None, first)
+    assert world.acknowledged == {1}
+    assert world.write(2)
+    world.run_until(60.0)
+    assert world.acknowledged == {1, 2}
+
+
+class NoPreVote(Election):
+    def _ask(self, now: float) -> None:
+        self._stand(now)
+
+
+def _disturbed(machine: type[Election]) -> bool:
+    """Whether a voter that was cut off for a minute and comes back ends a good coordinator's term."""
+    world = VotersWorld(3, 4, CALM, machine=machine)
+    world.run_until(30.0)
+    leader = world.coordinator()
+    assert leader is not None
+    term = max(world.coordinators)
+    alone = next(name for name in world.voters if name != leader)
+    world.cut |= {pair for other in world.voters if other != alone for pair in ((alone, other), (other, alone))}
+    world.run_until(90.0)
+    world.heal()
+    world.run_until(90.0 + 2 * ELECTION_MAX_S)
+    return max(world.coordinators) != term
+
+
+def test_a_voter_that_was_cut_off_disturbs_nobody() -> None:
+    assert not _disturbed(Election)
+
+
+def test_without_pre_votes_it_would() -> None:
+    assert _disturbed(NoPreVote)
+
+
+def test_the_fence_lets_no_earlier_term_through() -> None:
+    fence = Fence()
+    assert [fence.admit(term) for term in (2, 2, 5)] == [True, False, True]
+    with pytest.raises(StaleTerm, match="term 4"):
+        fence.admit(4)

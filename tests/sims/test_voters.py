@@ -1,0 +1,93 @@
+"""Voters under loss, doubles, late frames, pauses, one-way cuts and crashes; every planted bug must be found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sims.voters import Violation, VotersWorld, Weather, torture
+from swarmnode.cluster.election import Election
+from swarmnode.cluster.fence import Fence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from swarmnode.cluster.election_messages import AskVote, Stored, VoterMessage
+    from swarmnode.ids import NodeId
+
+SEEDS = 2000
+SEEDS_TO_FIND_A_BUG = 600
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_nothing_breaks_the_promises(part: int) -> None:
+    elections = faults = 0
+    for seed in range(part * SEEDS // 4, (part + 1) * SEEDS // 4):
+        world = torture(seed, count=5 if seed % 4 == 0 else 3)
+        elections, faults = elections + len(world.coordinators), faults + world.faults
+    assert elections > SEEDS / 4  # the faults did end terms of office
+    assert faults > 10 * SEEDS / 4
+
+
+class VotesWithoutLooking(Election):
+    """Votes for who lacks what it has."""
+
+    def _up_to_date(self, ask: AskVote) -> bool:
+        return True
+
+
+class AcknowledgesAlone(Election):
+    """Acknowledges before a majority holds the write."""
+
+    def _is_safe_with(self, holders: set[NodeId]) -> bool:
+        return True
+
+
+class ForgetsItsVote(Election):
+    """Has kept its vote in memory only."""
+
+    def __init__(self, node: NodeId, stored: Stored, now: float, draw: Callable[[], float]) -> None:
+        super().__init__(node, replace(stored, vote=None), now, draw)
+
+
+class BelievesStaleTerms(Election):
+    """Takes answers and entries of terms that are over."""
+
+    def _is_stale(self, message: VoterMessage) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("bug", [VotesWithoutLooking, AcknowledgesAlone, ForgetsItsVote, BelievesStaleTerms])
+def test_planted_bugs_are_found(bug: type[Election]) -> None:
+    with pytest.raises(Violation):
+        _hunt(machine=bug)
+
+
+class OpenFence(Fence):
+    """Carries out whatever comes."""
+
+    def admit(self, term: int) -> bool:
+        self.term = max(term, self.term)
+        return False
+
+
+def test_a_node_without_a_fence_obeys_a_coordinator_of_the_past() -> None:
+    with pytest.raises(Violation, match="was carried out after one of term"):
+        _hunt(fence=OpenFence)
+
+
+def _hunt(machine: type[Election] = Election, fence: type[Fence] = Fence) -> None:
+    """Machines that restart at the worst moments: what it takes to catch one that only remembered its vote."""
+    weather = Weather(crash_after_write=0.3)
+    for seed in range(SEEDS_TO_FIND_A_BUG):
+        torture(seed, machine, fence=fence, count=5, faults_every_s=3.0, weather=weather)
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    assert _history(torture(7)) == _history(torture(7))
+
+
+def _history(world: VotersWorld) -> tuple[object, ...]:
+    return sorted(world.coordinators.items()), sorted(world.acknowledged), world.faults, world.elected_s
