@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from swarmnode.compute.kv_cache import SessionViews
 
 ATTENTION_NAME = "swarmnode_sessions"
-_HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states"})
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
 """Arguments that blocks pass along and that change nothing here; any other that is set is refused, not ignored."""
 
 MODES = ("auto", "grouped", "sdpa")
@@ -38,6 +40,13 @@ class AttentionSettings:
     window: int | None
     softcap: float | None
     mode: str = "auto"
+    sinks: torch.Tensor | None = None
+    """A score per query head that takes part in the softmax and brings no value (gpt-oss)."""
+
+    @property
+    def explicit(self) -> bool:
+        """Scores are changed in a way that no fused kernel knows."""
+        return self.softcap is not None or self.sinks is not None
 
 
 def attention_mode() -> str:
@@ -58,11 +67,12 @@ def session_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend (batch, heads, n, head_dim) → (batch, n, heads, head_dim). n > 1 only for a batch of one (a piece)."""
     _refuse_unknown(attention_mask, others)
-    settings = AttentionSettings(scaling, sliding_window, softcap, key.mode)
+    settings = AttentionSettings(scaling, sliding_window, softcap, key.mode, s_aux)
     if key.asked is not None:
         key.asked.append(settings)
     return attend(query, key, settings), None
@@ -85,11 +95,11 @@ def _attend_row(
     window = settings.window
     if window is not None and keys.shape[2] > window:
         keys, values = keys[:, :, -window:], values[:, :, -window:]
-    if settings.mode == "sdpa" and settings.softcap is None:
+    if settings.mode == "sdpa" and not settings.explicit:
         return _own_grouping(query, keys, values, settings.scaling, None, causal=False)
     grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
-    if settings.softcap is not None:
-        return _capped(grouped, keys, values, settings.scaling, settings.softcap, None)
+    if settings.explicit:
+        return _explicit(grouped, keys, values, settings, None)
     return scaled_dot_product_attention(grouped, keys, values, scale=settings.scaling)
 
 
@@ -102,7 +112,7 @@ def _attend_piece(query: torch.Tensor, views: SessionViews, settings: AttentionS
         keys, values = keys[:, :, -(window + n - 1) :], values[:, :, -(window + n - 1) :]
     length = keys.shape[2]
     windowed = window is not None and length > window
-    grouping = settings.softcap is not None or _groups_pieces(query, keys, settings.mode)
+    grouping = settings.explicit or _groups_pieces(query, keys, settings.mode)
     if length == n and not windowed and not grouping:
         return _own_grouping(query, keys, values, settings.scaling, None, causal=True)
     mask = _mask(views.masks, n, length, window if windowed else None, query)
@@ -110,8 +120,8 @@ def _attend_piece(query: torch.Tensor, views: SessionViews, settings: AttentionS
         return _own_grouping(query, keys, values, settings.scaling, mask, causal=False)
     grouped = query.reshape(1, keys.shape[1], -1, query.shape[-1])
     tiled = _tiled(views.masks, mask, query.shape[1] // keys.shape[1], window if windowed else None)
-    if settings.softcap is not None:
-        out = _capped(grouped, keys, values, settings.scaling, settings.softcap, tiled)
+    if settings.explicit:
+        out = _explicit(grouped, keys, values, settings, tiled)
     else:
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=tiled, scale=settings.scaling)
     return out.reshape(query.shape)
@@ -143,20 +153,26 @@ def _own_grouping(
     )
 
 
-def _capped(
+def _explicit(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float | None,
-    softcap: float,
+    settings: AttentionSettings,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with scores squashed to ±softcap by tanh, as Gemma 2 has it; no fused kernel does this."""
-    scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    """Attention step by step over (1, kv_heads, group × n, head_dim) queries: scores squashed to ±softcap by tanh as
+    Gemma 2 has it, and each query head's sink as one more score. No fused kernel does either."""
+    scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if settings.scaling is None else settings.scaling)
+    if settings.softcap is not None:
+        scores = torch.tanh(scores / settings.softcap) * settings.softcap
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    if settings.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    heads = settings.sinks.view(keys.shape[1], -1)
+    sinks = heads.repeat_interleave(query.shape[2] // heads.shape[1], 1)[None, ..., None].to(scores.dtype)
+    shares = torch.cat((scores, sinks), -1).softmax(-1, dtype=torch.float32)
+    return shares[..., :-1].to(query.dtype) @ values
 
 
 def _mask(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.compute.recurrent_state import RecurrentState, copy_states, crop_states
 from swarmnode.errors import CacheGap
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ class SessionCache:
     """Keys and values of one session for the layers of one stage. Lengths are per layer: a forward that failed
     halfway has appended to some layers only, and `crop` brings all of them back to one length."""
 
-    __slots__ = ("_keys", "_lengths", "_values")
+    __slots__ = ("_keys", "_lengths", "_states", "_values")
 
     def __init__(self, num_layers: int) -> None:
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._lengths = [0] * num_layers
+        self._states: dict[int, RecurrentState] = {}
+        """Of layers with a recurrent state; they have neither keys nor values."""
 
     @property
     def length(self) -> int:
@@ -43,15 +46,18 @@ class SessionCache:
         return min(self._lengths)
 
     def crop(self, length: int) -> None:
-        """Forget all positions from `length` on; raises CacheGap if fewer are held."""
+        """Forget all positions from `length` on; raises CacheGap if fewer are held, StageFailed where a layer's
+        recurrent state cannot go back there."""
         if self.length < length:
             raise CacheGap(f"the cache holds {self.length} positions, the work starts at position {length}")
+        crop_states(self._states, length)
         self._lengths = [length] * len(self._lengths)
 
     def copy(self, length: int, room: int) -> SessionCache:
         """The first `length` positions in buffers of their own, with room for `room`; raises CacheGap like `crop`."""
         made = SessionCache(len(self._lengths))
         made._lengths = list(self._lengths)
+        made._states = copy_states(self._states, length)
         made.crop(length)
         capacity = grown_capacity(room, 0)
         made._keys = [_resized(buffer, length, capacity) for buffer in self._keys]
@@ -78,9 +84,19 @@ class SessionCache:
         self._lengths[layer] = end
         return key_buffer[:, :, :end], value_buffer[:, :, :end]
 
+    def state(self, layer: int) -> RecurrentState:
+        """The recurrent state of `layer`, a new one at first."""
+        return self._states.setdefault(layer, RecurrentState())
+
+    def advance(self, layer: int, n: int) -> None:
+        """`layer`, which has a recurrent state, has read `n` positions."""
+        self._states[layer].finish(n)
+        self._lengths[layer] += n
+
     def size_bytes(self) -> int:
-        """Bytes of the buffers, unused room included."""
-        return sum(b.numel() * b.element_size() for b in (*self._keys, *self._values) if b is not None)
+        """Bytes of the buffers, unused room included, and of recurrent states."""
+        buffers = sum(b.numel() * b.element_size() for b in (*self._keys, *self._values) if b is not None)
+        return buffers + sum(state.size_bytes() for state in self._states.values())
 
     def token_bytes(self) -> int:
         """Bytes of one position in all layers; 0 before the first one was written."""

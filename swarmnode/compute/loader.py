@@ -9,26 +9,24 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
 
-from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
+from swarmnode.compute.stored_tensors import find_tensors, parts_of
 from swarmnode.errors import LoadFailed, LoadRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
-    from swarmnode.catalog.safetensors_header import TensorEntry
     from swarmnode.compute.spec import StageSpec
+    from swarmnode.compute.stored_tensors import Part, Stored
 
     Progress = Callable[[str, int, int], None]
     """Called with "weights", bytes read so far and bytes in all."""
@@ -38,27 +36,19 @@ STAGING_BYTES = 4 << 20
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a tensor's bytes are."""
-
-    path: Path
-    entry: TensorEntry
-
-
 def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine:
     """Load the slice and prove with one position that it runs; raises LoadRefused, LoadFailed or InvalidModel."""
     if spec.threads:
         torch.set_num_threads(spec.threads)
     device = pick_device(spec.device)
     config = read_config(spec.folder)
-    sources = _find_tensors(spec)
+    stored = find_tensors(spec.files)
     _check_kernels(spec.quantization, device)
-    dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(sources), spec.quantization))
+    dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(stored), spec.quantization))
     model = StageModel(spec, config, dtype, device)
     wants_lean = (spec.lean and spec.quantization not in BNB_METHODS) or spec.quantization in PACKED_METHODS
     lean = LeanBuilder(model, model.parameters(), spec.quantization) if wants_lean else None
-    _fill(model, sources, progress, lean)
+    _fill(model, stored, progress, lean)
     if lean is not None:
         lean.finish()
     model.finish()
@@ -97,59 +87,34 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _find_tensors(spec: StageSpec) -> dict[str, _Source]:
-    """All tensors of the stage's files; where a name occurs twice (tied embeddings) the first one is as good."""
-    found: dict[str, _Source] = {}
-    for path in spec.files:
-        if path.suffix == ".safetensors":
-            for name, entry in read_header(path).items():
-                found.setdefault(name, _Source(path, entry))
-    if not found:
-        raise LoadFailed(f"no tensors in the stage's {len(spec.files)} files")
-    return found
-
-
-def _stored_dtype(sources: Mapping[str, _Source]) -> str:
+def _stored_dtype(stored: Mapping[str, Stored]) -> str:
     """The dtype that most of the bytes have."""
     sizes: dict[str, int] = {}
-    for source in sources.values():
-        sizes[source.entry.dtype] = sizes.get(source.entry.dtype, 0) + source.entry.size_bytes
+    for tensor in stored.values():
+        sizes[tensor.entry.dtype] = sizes.get(tensor.entry.dtype, 0) + tensor.entry.size_bytes
     return max(sizes, key=sizes.__getitem__)
 
 
-def _fill(
-    model: StageModel, sources: Mapping[str, _Source], progress: Progress | None, lean: LeanBuilder | None
-) -> None:
-    wanted = model.parameters()
-    chosen = {name: _source_for(model, name, tuple(p.shape), sources) for name, p in wanted.items()}
-    total = sum(source.entry.size_bytes for source in chosen.values())
+def _fill(model: StageModel, stored: dict[str, Stored], progress: Progress | None, lean: LeanBuilder | None) -> None:
+    if model.tied and model.embedding_name not in stored and "lm_head.weight" in stored:
+        stored = {**stored, model.embedding_name: stored["lm_head.weight"]}
+    shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
+    chosen = parts_of(shapes, stored, model.outer)
+    total = sum(part.stored.entry.size_bytes for parts in chosen.values() for part in parts)
     reader = _TensorReader(model.dtype, model.device, total, progress)
-    for name, source in sorted(chosen.items(), key=_reading_order):
+    for name, parts in sorted(chosen.items(), key=_reading_order):
         room = lean.room(name) if lean is not None else None
-        model.set_parameter(name, reader.read(source, name, room))
+        model.set_parameter(name, reader.read(parts, shapes[name], room))
         if lean is not None:
             lean.loaded(name)
     reader.report()
 
 
-def _reading_order(item: tuple[str, _Source]) -> tuple[int, str, int]:
+def _reading_order(item: tuple[str, tuple[Part, ...]]) -> tuple[int, str, int]:
     """Layer by layer, so that a block is complete before the next begins; within it as the bytes lie in the files."""
-    name, source = item
+    name, parts = item
     layer = layer_of(name)
-    return (-1 if layer is None else layer, str(source.path), source.entry.begin)
-
-
-def _source_for(model: StageModel, name: str, shape: tuple[int, ...], sources: Mapping[str, _Source]) -> _Source:
-    source = sources.get(name)
-    if source is None and model.tied and name == model.embedding_name:
-        source = sources.get("lm_head.weight")
-    if source is None:
-        raise LoadFailed(f"the stage's files lack tensor {name!r}")
-    if source.entry.shape != shape or source.entry.dtype not in _TORCH_DTYPES:
-        raise LoadFailed(
-            f"tensor {name!r} is {source.entry.dtype} {list(source.entry.shape)}, the model needs a float {list(shape)}"
-        )
-    return source
+    return (-1 if layer is None else layer, str(parts[0].stored.path), parts[0].stored.entry.begin)
 
 
 class _TensorReader:
@@ -160,22 +125,24 @@ class _TensorReader:
         self._total, self._progress, self._done, self._reported_s = total, progress, 0, 0.0
         self._staging = memoryview(bytearray())
 
-    def read(self, source: _Source, name: str, room: torch.Tensor | None = None) -> torch.Tensor:
-        """One tensor, into `room` if given; a file that ends early raises LoadFailed."""
+    def read(self, parts: tuple[Part, ...], shape: tuple[int, ...], room: torch.Tensor | None = None) -> torch.Tensor:
+        """One parameter from its parts, into `room` if given; a file that ends early raises LoadFailed."""
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device) if room is None else room
+        for part in parts:
+            self._read_part(part.stored, part.place(whole))
+        return whole
+
+    def _read_part(self, source: Stored, target: torch.Tensor) -> None:
         stored = _TORCH_DTYPES[source.entry.dtype]
-        target = room
-        if target is None:
-            target = torch.empty(source.entry.shape, dtype=self._dtype, device=self._device)
         try:
             with source.path.open("rb", buffering=0) as file:
                 file.seek(source.entry.begin)
                 if stored == self._dtype and self._device.type == "cpu":
-                    self._read_into(cast("BinaryIO", file), bytes_of(target), name)
+                    self._read_into(cast("BinaryIO", file), bytes_of(target), source.name)
                 else:
-                    self._convert(cast("BinaryIO", file), target.view(-1), stored, name)
+                    self._convert(cast("BinaryIO", file), target.view(-1), stored, source.name)
         except OSError as error:
-            raise LoadFailed(f"tensor {name!r} of {source.path.name} cannot be read: {error}") from error
-        return target
+            raise LoadFailed(f"tensor {source.name!r} of {source.path.name} cannot be read: {error}") from error
 
     def report(self) -> None:
         if self._progress is not None:

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.compute import bnb
 from swarmnode.compute.attention import ATTENTION_NAME, attention_mode
+from swarmnode.compute.hybrid import HybridStepCache, wrap_mixers
 from swarmnode.compute.kv_cache import StepCache
 from swarmnode.compute.lean_decoder import LeanTail
 from swarmnode.compute.spec import BNB_METHODS
@@ -82,6 +83,8 @@ class StageModel:
         _fill_buffers(self.outer, device, self.name)
         self.hidden_size = int(self.config.hidden_size)
         self._entry: _Entry | None = None
+        self.recurrent = False
+        """Some layers keep a recurrent state, known after `finish`."""
         self.lean: LeanDecoder | None = None
         self._lean_tail: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._mode = attention_mode()
@@ -135,6 +138,8 @@ class StageModel:
     def finish(self) -> None:
         """Call after every parameter is set: from here on the slice is only run."""
         self.outer.eval()
+        kinds = getattr(self.config, "layer_types", None)
+        self.recurrent = kinds is not None and wrap_mixers(self.base.layers, kinds, self.name)
         if not self.is_first:
             self._entry = _Entry(self.base.layers[0])
             self.base.layers[0] = self._entry
@@ -169,7 +174,7 @@ class StageModel:
         caches: Sequence[SessionCache],
         **more: Any,
     ) -> Any:
-        step = StepCache(caches, self.first_layer, self._mode)
+        step = (HybridStepCache if self.recurrent else StepCache)(caches, self.first_layer, self._mode)
         if self._entry is not None:
             self._entry.arrived = rows
         out = model(inputs_embeds=rows, position_ids=positions, cache=step, use_cache=True, **more)

@@ -20,18 +20,26 @@ PARITY_TESTED = (
     "cohere2",
     "gemma2",
     "gemma3_text",
+    "gpt_oss",
     "granite",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
     "smollm3",
 )
 """model_types whose tokens the tests compare with transformers' own; others run if nothing below refuses them."""
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+LINEAR_ATTENTION = "linear_attention"
+"""Layers that sum their past up in a state of fixed size (gated delta rule)."""
+_LAYER_TYPES = ("full_attention", "sliding_attention", LINEAR_ATTENTION)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _REFUSED_KEYS: Mapping[str, str] = {
     "kv_lora_rank": "multi-head latent attention",
@@ -41,16 +49,12 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "ssm_cfg": "recurrent state",
     "mamba_d_state": "recurrent state",
     "conv_L_cache": "recurrent state",
-    "linear_num_key_heads": "linear attention",
     "attn_layer_period": "layers without attention",
     "lru_width": "recurrent state",
     "hidden_size_per_layer_input": "per-layer embeddings",
     "num_kv_shared_layers": "layers that share a KV cache",
     "attention_chunk_size": "chunked attention",
     "altup_num_inputs": "alternating updates",
-    "num_experts": "experts (stored apart from the way they are computed)",
-    "num_local_experts": "experts (stored apart from the way they are computed)",
-    "n_routed_experts": "experts (stored apart from the way they are computed)",
     "quantization_config": "weights stored quantized",
     "cross_attention_layers": "cross attention",
     "vision_config": "images",
@@ -74,7 +78,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
     if reason is not None:
         raise LoadRefused(
             f"architecture {name!r} cannot be served: {reason}; "
-            f"served are decoder-only attention models, tested: {', '.join(PARITY_TESTED)}"
+            f"served are decoder-only models, tested: {', '.join(PARITY_TESTED)}"
         )
 
 
@@ -84,6 +88,17 @@ def architecture_name(config: Mapping[str, Any]) -> str:
     if isinstance(names, list) and names and isinstance(names[0], str):
         return names[0]
     return str(config.get("model_type", "unknown"))
+
+
+def recurrent_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers that keep a recurrent state, by the config's list of kinds or by its interval of full attention."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR_ATTENTION)
+    count, interval = config.get("num_hidden_layers"), config.get("full_attention_interval", 4)
+    if not config.get("linear_num_key_heads") or type(count) is not int or type(interval) is not int or interval < 1:
+        return ()
+    return tuple(i for i in range(count) if (i + 1) % interval)
 
 
 def _reasons(config: Mapping[str, Any], name: str) -> Iterator[str]:

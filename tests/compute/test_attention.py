@@ -55,8 +55,8 @@ def test_pieces_and_rows(heads: int, kv_heads: int, window: int | None, softcap:
 def test_what_it_does_not_compute_is_refused() -> None:
     x = torch.zeros(1, 1, 1, HEAD_DIM)
     views = SessionViews([x], [x], {})
-    with pytest.raises(StageFailed, match="s_aux"):
-        session_attention(MODULE, x, views, views, None, s_aux=torch.zeros(1))
+    with pytest.raises(StageFailed, match="head_mask"):
+        session_attention(MODULE, x, views, views, None, head_mask=torch.zeros(1))
     with pytest.raises(StageFailed, match="attention_mask"):
         session_attention(MODULE, x, views, views, torch.zeros(1))
 

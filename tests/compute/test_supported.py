@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swarmnode.compute.spec import StageSpec, serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_supported
+from swarmnode.compute.supported import SCRIPTED, check_supported, recurrent_layers
 from swarmnode.errors import LoadRefused
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": None}
@@ -17,7 +17,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
     ({"layer_types": "full_attention"}, "not a list"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
-    ({"num_local_experts": 8}, "it has experts"),
     ({"is_encoder_decoder": True}, "an encoder"),
     ({"use_bidirectional_attention": True}, "later positions"),
     ({"vision_config": {"a": 1}}, "images"),
@@ -32,6 +31,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}},
     {"layer_types": ["sliding_attention", "full_attention"]},
+    {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16},
+    {"num_local_experts": 8},
     {"use_bidirectional_attention": False, "rope_scaling": None},
     {"architectures": [SCRIPTED], "model_type": "scripted"},
 ]
@@ -46,6 +47,20 @@ def test_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("change", ACCEPTED, ids=str)
 def test_accepted(change: dict[str, Any]) -> None:
     check_supported(LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA, ()),
+        ({"layer_types": ["linear_attention", "full_attention", "linear_attention"]}, (0, 2)),
+        ({"linear_num_key_heads": 2, "num_hidden_layers": 8}, (0, 1, 2, 4, 5, 6)),
+        ({"linear_num_key_heads": 2, "num_hidden_layers": 4, "full_attention_interval": 2}, (0, 2)),
+        ({"linear_num_key_heads": 2, "num_hidden_layers": 4, "full_attention_interval": 0}, ()),
+    ],
+)
+def test_layers_with_a_recurrent_state(config: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert recurrent_layers(config) == expected
 
 
 @pytest.mark.parametrize(

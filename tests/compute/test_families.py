@@ -1,0 +1,158 @@
+"""Mixture-of-experts and hybrid families on transformers' own blocks: greedy tokens of 1, 2 and 3 stages against its
+`generate`, in pieces, in batches and after a rollback."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stage_chains import GREEDY, Chain, Reference, even_cuts, generate, prompt_of, stage_specs
+
+from swarmnode.compute.loader import load_stage
+from swarmnode.errors import LoadFailed, LoadRefused, StageFailed
+from swarmnode.ids import SessionId
+from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stage_chains import Parity
+
+LAYERS = 4
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+SHARED = {"shared_expert_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen3_next": {**EXPERTS, **LINEAR, **SHARED, "num_experts": 4},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {**EXPERTS, **LINEAR, **SHARED, "num_experts": 4},
+}
+HYBRIDS = [name for name, settings in FAMILIES.items() if "linear_num_key_heads" in settings]
+PROMPTS = {0: prompt_of(75), 1: prompt_of(1, 1), 2: prompt_of(50, 2)}
+PIECES = {1: 256, 2: 32, 3: 7}
+NEW_TOKENS = 6
+
+
+class Family:
+    """A tiny random checkpoint and what transformers says of it."""
+
+    def __init__(self, path: Path, model_type: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+        tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+        auto: Any = AutoModelForCausalLM
+        config: Any = AutoConfig.for_model(model_type, **shape, **heads, **tokens, **FAMILIES[model_type])
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = auto.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():
+                spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+                parameter.add_(torch.randn_like(parameter) * spread)
+        self.path, self.checkpoint, self.model_type = path, path / "model", model_type
+        model.save_pretrained(self.checkpoint)
+        whole = auto.from_pretrained(self.checkpoint, attn_implementation="eager")
+        self.references: dict[int, Reference] = {s: generate(whole, p, NEW_TOKENS) for s, p in PROMPTS.items()}
+
+    def chain(self, stages: int) -> Chain:
+        target = self.path / f"over-{stages}-{len(list(self.path.iterdir()))}"
+        specs = stage_specs(self.checkpoint, target, LAYERS, even_cuts(LAYERS, stages))
+        return Chain([load_stage(spec) for spec in specs])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    torch.set_num_threads(1)
+    return Family(tmp_path_factory.mktemp("family"), request.param)
+
+
+def test_prompts_in_pieces_give_the_tokens_of_transformers(family: Family, parity: Parity) -> None:
+    for stages, piece in PIECES.items():
+        chain = family.chain(stages)
+        for session, prompt in PROMPTS.items():
+            parity.check(chain.reply(session, prompt, NEW_TOKENS, piece), family.references[session])
+        assert all(engine.kv_tokens() == 0 and engine.kv_bytes() == 0 for engine in chain.engines)
+
+
+def test_b5_a_batch_gives_every_session_its_own_tokens(family: Family, parity: Parity) -> None:
+    chain = family.chain(2)
+    tokens = {session: [chain.prefill(session, prompt, 32)] for session, prompt in PROMPTS.items()}
+    for _ in range(NEW_TOKENS - 1):
+        for session, token in zip(PROMPTS, chain.step(*PROMPTS), strict=True):
+            tokens[session].append(token)
+    for session, seen in tokens.items():
+        parity.check(seen, family.references[session])
+
+
+def test_a_step_that_failed_halfway_can_be_run_again(family: Family, parity: Parity) -> None:
+    (engine,) = family.chain(1).engines
+    prompt, session = tuple(PROMPTS[0]), SessionId(7)
+    tokens = [*engine.run(PieceWork(session, 0, prompt, True, sampling=GREEDY)).tokens]
+    blocks: Any = engine.model.base.layers  # type: ignore[attr-defined]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    for position in range(len(prompt), len(prompt) + NEW_TOKENS - 1):
+        work = GroupWork((DecodeRow(session, position, tokens[-1]),))
+        broken = blocks[LAYERS - 1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.run(work)
+        broken.remove()
+        tokens += engine.run(work).tokens
+    parity.check(tokens, family.references[0])
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS[:1])
+def test_k5_a_recurrent_state_continues_at_its_own_length_only(model_type: str, tmp_path: Path) -> None:
+    (engine,) = Family(tmp_path, model_type).chain(1).engines
+    session = SessionId(1)
+    engine.run(PieceWork(session, 0, tuple(prompt_of(20)), False))
+    engine.run(PieceWork(session, 20, tuple(prompt_of(5)), False))
+    with pytest.raises(StageFailed, match="holds 25 positions; its past cannot be cut to 12, only to 20"):
+        engine.run(PieceWork(session, 12, (5,), False))
+    engine.run(PieceWork(session, 20, tuple(prompt_of(5)), False))  # where the last forward began
+    engine.run(PieceWork(session, 25, (9,), True))
+    assert engine.kv_tokens() == 26
+
+
+def test_experts_are_read_from_one_tensor_each_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    made = Family(tmp_path, "mixtral")
+    file = made.checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    gone = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    assert gone in tensors
+    save_file({name: t for name, t in tensors.items() if name != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(LoadFailed, match=r"hold 192 rows of 'model.layers.1.mlp.experts.down_proj'.* needs 256"):
+        made.chain(1)
+
+
+def test_linear_attention_of_another_make_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.for_model(
+        "minimax", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_local_experts=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path / "model")
+    (spec,) = stage_specs(tmp_path / "model", tmp_path / "s", 2, [0, 2])
+    with pytest.raises(LoadRefused, match="its linear attention keeps its state elsewhere"):
+        load_stage(spec)
