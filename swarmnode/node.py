@@ -41,12 +41,11 @@ from swarmnode.wire.tls import SwarmTls
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
     from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.api_port import ApiOptions
-    from swarmnode.roles.peer import ApiWatcher
     from swarmnode.wire.link import Channel, Hello
 
 COORDINATOR = "coordinator"
@@ -142,11 +141,11 @@ class _Node:
                 ready["api"] = await self._start_coordinator(context, enrolment, nursery)
                 coordinators = (_reachable_here(address),)
             if PEER in self._options.roles:
-                watch_api = None
+                follow = None
                 if authority is None and self._options.api is not None:
-                    watch_api, ready["api"] = await self._start_forwarder(self._options.api, nursery)
+                    follow, ready["api"] = await self._start_forwarder(self._options.api, context, nursery)
                 member = PeerMembership(kept, tls, renews=authority is None)
-                self._start_peer(context, coordinators, member, watch_api, nursery)
+                self._start_peer(context, coordinators, member, follow, nursery)
             self._write_down(wanted, ready, context.identity)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
@@ -189,7 +188,7 @@ class _Node:
         return None
 
     async def _start_coordinator(self, context: NodeContext, enrolment: Enrolment, nursery: trio.Nursery) -> str | None:
-        from swarmnode.roles.api_port import api_notice, start_api_port
+        from swarmnode.roles.api_port import serve_linked, start_api_port
         from swarmnode.roles.gateway import Gateway
 
         coordinator = Coordinator(context, Registry(self._settings.models_root), enrolment)
@@ -197,26 +196,29 @@ class _Node:
         await nursery.start(coordinator.run)
         if self._options.api is None:
             return None
-        url = await start_api_port(self._options.api, Gateway(coordinator), self._settings, self._emit, nursery)
-        coordinator.announce_api(api_notice(self._options.api, url))
+        gateway = Gateway(coordinator)
+        server, url = await start_api_port(self._options.api, gateway, self._settings, self._emit, nursery)
+        coordinator.serve_api = partial(serve_linked, server)
         return url
 
-    async def _start_forwarder(self, api: ApiOptions, nursery: trio.Nursery) -> tuple[ApiWatcher, str]:
-        from swarmnode.roles.api_port import follow_notice, start_forwarder_port
+    async def _start_forwarder(
+        self, api: ApiOptions, context: NodeContext, nursery: trio.Nursery
+    ) -> tuple[Callable[[Address], Awaitable[None]], str]:
+        from swarmnode.roles.api_port import start_forwarder_port
 
-        forwarder, url = await start_forwarder_port(api, self._emit, nursery)
-        return partial(follow_notice, forwarder), url
+        forwarder, url = await start_forwarder_port(api, context, nursery)
+        return forwarder.follow, url
 
     def _start_peer(
         self,
         context: NodeContext,
         coordinators: Sequence[Address],
         member: PeerMembership,
-        watch_api: ApiWatcher | None,
+        follow: Callable[[Address], Awaitable[None]] | None,
         nursery: trio.Nursery,
     ) -> None:
         store = ShardStore(self._settings.model_cache)
-        self._peer = Peer(context, coordinators, self._options.resources, store, member, watch_api)
+        self._peer = Peer(context, coordinators, self._options.resources, store, member, follow)
         nursery.start_soon(self._peer.run)
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations at run time
 
 from swarmnode.api.errors import HttpError
-from swarmnode.api.exchange import exchange_of
+from swarmnode.api.exchange import VIA_KEY, exchange_of
 from swarmnode.cluster.token_book import Scope
 from swarmnode.errors import Forbidden, TokenRevoked, Unauthorized
 
@@ -65,11 +65,15 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. `scope` None: nobody that is known, while tokens are enforced."""
+    """Who sent a request. `scope` None: nobody that is known, while tokens are enforced.
+
+    `via`: the node whose link it came over, as its certificate and not the request says.
+    """
 
     scope: Scope | None
     presented: bool
     token_id: str | None = None
+    via: str | None = None
 
 
 def needs(scope: Scope) -> Callable[[Endpoint], Endpoint]:
@@ -100,7 +104,7 @@ async def authorize(request: Request) -> None:
         return
     caller: Caller = request.scope[CALLER_KEY]
     if caller.scope is None or (caller.scope < needed and not caller.presented):
-        raise _unauthorized(caller.presented, needed)
+        raise _unauthorized(caller, needed)
     if caller.scope < needed:
         raise HttpError(
             Forbidden.status,
@@ -110,13 +114,15 @@ async def authorize(request: Request) -> None:
         )
 
 
-def _unauthorized(presented: bool, needed: Scope) -> HttpError:
-    if presented:
+def _unauthorized(caller: Caller, needed: Scope) -> HttpError:
+    if caller.presented:
         message = f"the API token is unknown, expired or revoked, and this call needs scope {needed.label}; {_FIX}"
         challenge = 'Bearer realm="swarmnode", error="invalid_token"'
     else:
         message = f"this call needs an API token with scope {needed.label}; {_FIX}"
         challenge = 'Bearer realm="swarmnode"'
+    if caller.via is not None and needed > _OPEN_SCOPE:
+        message += f". It came through {caller.via}: no machine but the coordinator's own does this without a token"
     return HttpError(Unauthorized.status, Unauthorized.code, message, headers={"www-authenticate": challenge})
 
 
@@ -135,22 +141,26 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        caller = self._caller(presented_token(headers), closed=REQUIRE_TOKEN_HEADER in headers)
+        closed, via = REQUIRE_TOKEN_HEADER in headers, scope["state"].get(VIA_KEY)
+        caller = self._caller(presented_token(headers), closed=closed, via=via)
         with self._watched(caller, exchange_of(scope)):
             await self._app({**scope, CALLER_KEY: caller}, receive, send)
 
-    def _caller(self, token: str | None, *, closed: bool) -> Caller:
-        """Both lookups always run, so that the time tells nothing about which one failed."""
+    def _caller(self, token: str | None, *, closed: bool, via: str | None) -> Caller:
+        """Both lookups always run, so that the time tells nothing about which one failed.
+
+        The command line's secret counts only from this machine: another node has no business with it.
+        """
         presented = token is not None
         record = self._tokens.authenticate(token or "")
         local = hmac.compare_digest(self._local_hash, _hash(token or ""))
-        if local:
+        if local and via is None:
             return Caller(Scope.ADMIN, presented)
         if record is not None:
-            return Caller(record.scope, presented, record.id)
+            return Caller(record.scope, presented, record.id, via)
         if closed or self._tokens.enforced():
-            return Caller(None, presented)
-        return Caller(_OPEN_SCOPE, presented=False)  # clients send any key where none is needed
+            return Caller(None, presented, via=via)
+        return Caller(_OPEN_SCOPE, presented=False, via=via)  # clients send any key where none is needed
 
     @contextmanager
     def _watched(self, caller: Caller, exchange: Exchange) -> Iterator[None]:

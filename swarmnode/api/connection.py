@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection of the API port: hypercorn's protocol on a trio stream, with bounded writes.
+"""One HTTP/1.1 connection of the API: hypercorn's protocol on a trio stream, with bounded writes.
 
 hypercorn's own TCPServer is not used because its send is shielded without a deadline (one client that stops reading
 keeps a server from ever ending), and because it turns `PRI` and `Upgrade: h2c` into HTTP/2; here a client that offers
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import trio
@@ -23,11 +24,11 @@ from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
-from swarmnode.api.exchange import ABORT_KEY
+from swarmnode.api.exchange import ABORT_KEY, VIA_KEY
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import h11
     from hypercorn.events import Event
@@ -67,6 +68,34 @@ class _PlainProtocol(H11Protocol):
             raise H2ProtocolAssumedError(b"")
 
 
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The other end of an accepted connection. `abort` ends it at once and wakes every task that waits on it.
+
+    `address` is its own, `here` the one it reached; None where the kernel knows none. `via` is the node whose link it
+    came over, None for a client of the API port itself.
+    """
+
+    stream: trio.abc.HalfCloseableStream
+    abort: Callable[[], None]
+    address: Address | None = None
+    here: Address | None = None
+    via: str | None = None
+
+
+def tcp_client(stream: trio.SocketStream, write_s: float) -> Client:
+    """A client of the port; `write_s` is how long it may leave bytes unacknowledged."""
+    sock = stream.socket
+    _set_options(sock, write_s)
+    with suppress(OSError):  # it has already gone; reading will say so
+        address, here = (parse_socket_addr(sock.family, name) for name in (sock.getpeername(), sock.getsockname()))
+        return Client(stream, sock.close, address, here)
+    return Client(stream, sock.close)
+
+
 class Connection:
     """Serves one accepted stream until either side ends it."""
 
@@ -75,16 +104,16 @@ class Connection:
         app: ASGIApp,
         config: Config,
         context: WorkerContext,
-        stream: trio.SocketStream,
+        client: Client,
         tls: ssl.SSLContext | None,
         limits: ApiLimits,
     ) -> None:
         self._app = ASGIWrapper(app)  # type: ignore[arg-type]  # Starlette's and hypercorn's names for one protocol
         self._config = config
         self._context = context
-        self._socket = stream.socket
-        self._tls = None if tls is None else trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
-        self._stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = self._tls or stream
+        self._client = client
+        self._tls = None if tls is None else trio.SSLStream(client.stream, tls, server_side=True, https_compatible=True)
+        self._stream: trio.abc.Stream = self._tls or client.stream
         self._limits = limits
         self._writing = trio.Lock()
         self._idle = TrioSingleTask()
@@ -98,7 +127,6 @@ class Connection:
 
     async def run(self) -> None:
         """Returns when the connection is over; no failure of one client gets out."""
-        _set_options(self._socket, self._limits.write_s)
         try:
             if not await self._shake_hands():
                 return
@@ -115,8 +143,8 @@ class Connection:
             self.abort()
 
     def abort(self) -> None:
-        """Close at once: wakes every task that waits on this socket."""
-        self._socket.close()
+        """Close at once: wakes every task that waits on this stream."""
+        self._client.abort()
 
     async def _shake_hands(self) -> bool:
         if self._tls is None:
@@ -127,10 +155,7 @@ class Connection:
         return False  # too slow, or no TLS at all
 
     def _new_protocol(self) -> _PlainProtocol:
-        sock = self._socket
-        client = parse_socket_addr(sock.family, sock.getpeername())
-        server = parse_socket_addr(sock.family, sock.getsockname())
-        state = ConnectionState({ABORT_KEY: self.abort})
+        state = ConnectionState({ABORT_KEY: self.abort, VIA_KEY: self._client.via})
         return _PlainProtocol(
             self._app,
             self._config,
@@ -138,8 +163,8 @@ class Connection:
             self._tasks,
             state,
             self._tls is not None,
-            client,
-            server,
+            self._client.address,
+            self._client.here,
             self._send,
         )
 
@@ -217,7 +242,7 @@ class Connection:
             suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError),
         ):
             if self._tls is None:
-                await self._stream.send_eof()
+                await self._client.stream.send_eof()
             else:
                 await self._tls.aclose()  # TLS has no half close; its own end mark tells a cut from an end
         self.abort()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCOPE_KEY = "swarmnode.exchange"
 ABORT_KEY = "swarmnode.abort"
 """In the connection's state: closes it at once."""
+VIA_KEY = "swarmnode.via"
+"""In the connection's state: the name of the node whose link it came over, None for a client of this port itself."""
 
 
 class ClientLeft(Exception):

@@ -1,4 +1,4 @@
-"""The API port: our own listeners, one `Connection` per client, and an end that always comes."""
+"""The API as a server: one `Connection` per client of its port or of a link, and an end that always comes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import trio
 from hypercorn.trio.worker_context import WorkerContext
 
-from swarmnode.api.connection import Connection, hypercorn_config
+from swarmnode.api.connection import Client, Connection, hypercorn_config, tcp_client
 from swarmnode.api.limits import DEFAULT_LIMITS, ApiLimits
 
 if TYPE_CHECKING:
@@ -43,50 +43,64 @@ async def serve_api(
     limits: ApiLimits = DEFAULT_LIMITS,
     task_status: trio.TaskStatus[list[Address]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled, over `tls` where it is given; reports the bound addresses.
-
-    When cancelled it stops accepting, gives running replies `grace_s`, and then cuts every connection. That takes no
-    longer even when a client has stopped reading.
-    """
-    server = _Server(app, listeners, tls, limits)
-    stopping = trio.Event()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(server.run, stopping)
-        task_status.started([listener.socket.getsockname()[:2] for listener in listeners])
-        try:
-            await trio.sleep_forever()
-        finally:
-            stopping.set()
+    """A server of `app` on a port alone; see `ApiServer.listen`."""
+    await ApiServer(app, limits).listen(listeners, tls, task_status=task_status)
 
 
-class _Server:
-    def __init__(
-        self, app: ASGIApp, listeners: Sequence[trio.SocketListener], tls: ssl.SSLContext | None, limits: ApiLimits
-    ) -> None:
+class ApiServer:
+    """Serves one application on the listeners of a port, and to clients that come over links; all count together."""
+
+    def __init__(self, app: ASGIApp, limits: ApiLimits = DEFAULT_LIMITS) -> None:
         self._app = app
-        self._listeners = list(listeners)
-        self._tls = tls
         self._limits = limits
         self._config = hypercorn_config(limits)
         self._context = WorkerContext(None)
         self._connections: set[Connection] = set()
         self._none_left = trio.Event()
 
-    async def run(self, stopping: trio.Event) -> None:
+    async def listen(
+        self,
+        listeners: Sequence[trio.SocketListener],
+        tls: ssl.SSLContext | None = None,
+        *,
+        task_status: trio.TaskStatus[list[Address]] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serve until cancelled, over `tls` where it is given; reports the bound addresses.
+
+        When cancelled it stops accepting, gives running replies `grace_s`, and then cuts every connection. That takes
+        no longer even when a client has stopped reading.
+        """
+        stopping = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._run, listeners, tls, stopping)
+            task_status.started([listener.socket.getsockname()[:2] for listener in listeners])
+            try:
+                await trio.sleep_forever()
+            finally:
+                stopping.set()
+
+    async def _run(
+        self, listeners: Sequence[trio.SocketListener], tls: ssl.SSLContext | None, stopping: trio.Event
+    ) -> None:
         """Shielded, since it ends by `stopping`: with a deadline from that moment on."""
+
+        async def serve_socket(stream: trio.SocketStream) -> None:
+            await self.serve(tcp_client(stream, self._limits.write_s), tls)
+
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as clients:
                 async with trio.open_nursery() as accepting:
                     accepting.start_soon(
-                        partial(trio.serve_listeners, self._serve, self._listeners, handler_nursery=clients)
+                        partial(trio.serve_listeners, serve_socket, list(listeners), handler_nursery=clients)
                     )
                     await stopping.wait()
                     accepting.cancel_scope.cancel()
-                await self._drain()
+                await self._drain(listeners)
                 clients.cancel_scope.cancel()
 
-    async def _serve(self, stream: trio.SocketStream) -> None:
-        connection = Connection(self._app, self._config, self._context, stream, self._tls, self._limits)
+    async def serve(self, client: Client, tls: ssl.SSLContext | None = None) -> None:
+        """One client, until it or this server ends."""
+        connection = Connection(self._app, self._config, self._context, client, tls, self._limits)
         if not self._make_room():
             log.warning("refused a connection: %s are open and busy", self._limits.connections)
             connection.abort()
@@ -111,8 +125,8 @@ class _Server:
         longest.abort()
         return True
 
-    async def _drain(self) -> None:
-        for listener in self._listeners:
+    async def _drain(self, listeners: Sequence[trio.SocketListener]) -> None:
+        for listener in listeners:
             await listener.aclose()
         await self._context.terminated.set()  # idle connections end now, busy ones after their reply
         with trio.move_on_after(self._limits.grace_s):

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import httpx
-
 from swarmnode.api.app import create_app
 from swarmnode.api.auth import Credentials
+from swarmnode.api.connection import Client
 from swarmnode.api.hosts import host_rules
-from swarmnode.api.server import open_api_listeners, serve_api
-from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.api.server import ApiServer, open_api_listeners, serve_api
+from swarmnode.errors import Conflict, InvalidRequest
 from swarmnode.local_access import make_local_access, write_local_access
 from swarmnode.roles.forwarder import Forwarder
+from swarmnode.roles.http_channel import ChannelStream
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire.address import Address
-from swarmnode.wire.bodies import pack_body, unpack_body
-from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,12 +27,8 @@ if TYPE_CHECKING:
 
     from swarmnode.api.backend import Backend
     from swarmnode.config import Settings
-
-WILDCARDS = ("0.0.0.0", "::")
-OTHER_LOOPBACK = (
-    "the coordinator's API listens on its own machine only; to forward to it, start the coordinator with --api-listen "
-    "on an address that this machine reaches"
-)
+    from swarmnode.roles.context import NodeContext
+    from swarmnode.wire.link import Channel, Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +57,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether an address is one of this machine's own: only those can be bound. Of names only localhost is."""
-    if is_loopback(host):
-        return True
-    try:
-        ipaddress.ip_address(host)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def open_tokens(options: ApiOptions, settings: Settings) -> TokenStore:
@@ -118,32 +98,31 @@ async def start_api_port(
     settings: Settings,
     emit: Callable[[str, Mapping[str, object]], None],
     nursery: trio.Nursery,
-) -> str:
-    """Serve the coordinator's API in `nursery`; returns its URL."""
+) -> tuple[ApiServer, str]:
+    """Serve the coordinator's API in `nursery`; returns the server, for calls that come over links, and its URL."""
     tokens, tls = open_tokens(options, settings), tls_context(options)
     listeners, url = await _open(options)
     access = make_local_access(url, options.certificate)
     write_local_access(settings.data_dir, access)
     rules = host_rules(options.listen.host, options.hosts, options.origins)
-    app = create_app(backend, hosts=rules, credentials=Credentials(tokens, access.secret))
-    await nursery.start(serve_api, app, listeners, tls)
+    server = ApiServer(create_app(backend, hosts=rules, credentials=Credentials(tokens, access.secret)))
+    await nursery.start(server.listen, listeners, tls)
     for text in _warnings(options, enforced=tokens.enforced()):
         emit("warning", {"text": text})
-    return url
+    return server, url
 
 
 async def start_forwarder_port(
-    options: ApiOptions, emit: Callable[[str, Mapping[str, object]], None], nursery: trio.Nursery
+    options: ApiOptions, context: NodeContext, nursery: trio.Nursery
 ) -> tuple[Forwarder, str]:
-    """Serve the API of a node that forwards in `nursery`; returns what learns of coordinators, and the URL."""
+    """Serve the API of a node that forwards in `nursery`; returns what follows its coordinator, and the URL."""
     closed = not options.loopback and not options.insecure_open
-    forwarder, tls = Forwarder(closed=closed), tls_context(options)
+    forwarder, tls = Forwarder(context, closed=closed), tls_context(options)
     listeners, url = await _open(options)
-    await nursery.start(forwarder.run)
     rules = host_rules(options.listen.host, options.hosts, options.origins)
     await nursery.start(serve_api, forwarder.app(rules), listeners, tls)
     for text in _warnings(options, enforced=closed):
-        emit("warning", {"text": text})
+        context.emit("warning", {"text": text})
     return forwarder, url
 
 
@@ -156,30 +135,10 @@ async def _open(options: ApiOptions) -> tuple[list[trio.SocketListener], str]:
     return listeners, f"{'http' if options.certificate is None else 'https'}://{Address(host, port)}"
 
 
-def api_notice(options: ApiOptions, url: str) -> Frame:
-    """What the coordinator tells its peers, so that they can forward to its API."""
-    certificate = None if options.certificate is None else options.certificate.read_text("ascii")
-    return Frame("api", {"url": url}, pack_body({"certificate": certificate}))
-
-
-def follow_notice(forwarder: Forwarder, notice: Frame | None, dialed: Address) -> None:
-    """Forward to where `notice` says, None: nowhere; raises ProtocolError. `dialed` stands for a wildcard address."""
-    if notice is None:
-        forwarder.disconnect()
-        return
-    try:
-        url = httpx.URL(notice.header["url"])
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"{url} is no address of an API")
-        if is_loopback(url.host) and not is_this_machine(dialed.host):
-            forwarder.disconnect(OTHER_LOOPBACK)  # here that address is this machine's own, perhaps this very port
-            return
-        if url.host in WILDCARDS:
-            url = url.copy_with(host=dialed.host)
-        certificate = unpack_body(notice.body).get("certificate")
-        forwarder.connect(str(url), None if certificate is None else str(certificate))
-    except (httpx.InvalidURL, ValueError, OSError) as error:  # ssl.SSLError is an OSError
-        raise ProtocolError(f"the coordinator announced an API that cannot be used: {error}") from error
+async def serve_linked(server: ApiServer, hello: Hello, channel: Channel) -> None:
+    """Serve a call that another node forwards; who that is, its certificate says."""
+    stream = ChannelStream(channel)
+    await server.serve(Client(stream, stream.abort, via=hello.identity.name))
 
 
 def _warnings(options: ApiOptions, *, enforced: bool) -> list[str]:

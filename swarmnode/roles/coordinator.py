@@ -33,6 +33,8 @@ from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.registry import Registry
     from swarmnode.cluster.node_book import NodeRecord
@@ -58,7 +60,8 @@ class Coordinator:
         self.ended: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over, so that status can say what became of it."""
         self._controls: set[Outbox] = set()
-        self._api_notice: Frame | None = None
+        self.serve_api: Callable[[Hello, Channel], Awaitable[None]] | None = None
+        """Serves a call that a peer forwards; None while there is no API."""
         self._epoch = 0
         self._membership = Membership()
         self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
@@ -125,6 +128,8 @@ class Coordinator:
                 await self._serve_requests(hello, channel)
             case "files":
                 await serve_files(self.registry, channel)
+            case "api":
+                await self._serve_api(hello, channel)
             case "join":
                 await self.enrolment.serve(hello, channel)
             case _:
@@ -144,17 +149,14 @@ class Coordinator:
                 outbox.post(self.enrolment.revoked())
         return record
 
-    def announce_api(self, notice: Frame) -> None:
-        """Tell all peers, now and when they connect, where the API is."""
-        self._api_notice = notice
-        for outbox in self._controls:
-            outbox.post(notice)
+    async def _serve_api(self, hello: Hello, channel: Channel) -> None:
+        if self.serve_api is None:
+            raise LinkBroken("the coordinator serves no API")
+        await self.serve_api(hello, channel)
 
     async def _serve_control(self, hello: Hello, channel: Channel) -> None:
         outbox = Outbox()
         outbox.post(self.enrolment.revoked())
-        if self._api_notice is not None:
-            outbox.post(self._api_notice)
         self._controls.add(outbox)
         try:
             async with open_flat_nursery() as nursery:

@@ -17,7 +17,7 @@ from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from swarmnode.catalog.store import ShardStore
     from swarmnode.ids import RingId
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from swarmnode.roles.joining import PeerMembership
     from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel, Hello
-
-if TYPE_CHECKING:
-    ApiWatcher = Callable[[Frame | None, Address], None]
-    """Hears where the API is (an `api` frame), or None once that is not known; and which coordinator was dialed."""
 
 RING_COMMANDS = frozenset({"open", "unload", "link", "probe_ring"})
 """Frames of the coordinator that are about a ring held here (their table row makes `ring` a must)."""
@@ -51,13 +47,14 @@ class Peer:
         resources: PeerResources,
         store: ShardStore,
         member: PeerMembership,
-        watch_api: ApiWatcher | None = None,
+        follow: Callable[[Address], Awaitable[None]] | None = None,
     ) -> None:
+        """`follow` runs while a coordinator is connected: what of this node calls it besides."""
         self._context = context
         self._coordinators = tuple(coordinators)
         self._coordinator = self._coordinators[0]
         self._member = member
-        self._watch_api = watch_api or (lambda _notice, _dialed: None)
+        self._follow = follow
         self._resources = resources
         self._store = store
         self._hosts: dict[RingId, StageHost] = {}
@@ -113,6 +110,8 @@ class Peer:
                     nursery.start_soon(self._read_control, control)
                     nursery.start_soon(self._outbox.run, requests)
                     nursery.start_soon(self._member.keep_certified, self._outbox.post)
+                    if self._follow is not None:
+                        nursery.start_soon(self._follow, self._coordinator)
                     async for frame in requests:
                         self._take(frame, nursery)
                     raise LinkBroken("the coordinator closed the connection")
@@ -135,14 +134,9 @@ class Peer:
 
     async def _read_control(self, control: Channel) -> None:
         """Removals, which end the lanes of who was removed, until the coordinator hangs up."""
-        try:
-            async for frame in control:
-                if frame.kind == "revoked":
-                    self._member.take_revoked(unpack_body(frame.body))
-                elif frame.kind == "api":
-                    self._watch_api(frame, self._coordinator)
-        finally:
-            self._watch_api(None, self._coordinator)
+        async for frame in control:
+            if frame.kind == "revoked":
+                self._member.take_revoked(unpack_body(frame.body))
         raise LinkBroken("the coordinator closed the connection")
 
     def _take(self, frame: Frame, nursery: trio.Nursery) -> None:

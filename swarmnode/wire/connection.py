@@ -82,13 +82,25 @@ class DirectChannel(Channel):
                 await self._arrived.wait()
         return self._unless_refused(self._frames.popleft())
 
+    async def flush(self) -> None:
+        await trio.lowlevel.checkpoint()
+        await self._until_taken()
+        if self._broken is not None:
+            raise type(self._broken)(self._broken.message)
+
+    async def _until_taken(self) -> None:
+        while self._broken is None and self._connection.session.queued_bytes(self._id):
+            await self._connection.written()
+
+    def end_sending(self) -> None:
+        self._connection.session.finish(self._id)
+        self._connection.wake_writer()
+
     async def aclose(self) -> None:
-        session = self._connection.session
-        session.finish(self._id, reset_after=True)
+        self._connection.session.finish(self._id, reset_after=True)
         self._connection.wake_writer()
         with trio.move_on_after(CHANNEL_CLOSE_S):
-            while self._broken is None and session.queued_bytes(self._id):
-                await self._connection.written()
+            await self._until_taken()
         self._leave("the channel was closed")
 
     def abort(self) -> None:
@@ -146,6 +158,7 @@ class DirectChannel(Channel):
         if self._broken is None:
             self._broken = error
             self._notify()
+            self._connection.notify_written()  # a sender may be waiting for room
 
     def _notify(self) -> None:
         self._arrived.set()
@@ -162,9 +175,11 @@ class Connection:
         client: bool,
         on_open: Callable[[DirectChannel], None] | None = None,
         stranger: bool = False,
+        window_bytes: int = limits.STREAM_WINDOW_BYTES,
     ) -> None:
-        """`stranger`: the other end has proved nothing, and has smaller budgets."""
-        self.session = h2s.H2Session(client=client, stranger=stranger)
+        """`stranger`: the other end has proved nothing, and has smaller budgets. `window_bytes`: what it may send on
+        a channel ahead of the consumer."""
+        self.session = h2s.H2Session(client=client, stranger=stranger, window_bytes=window_bytes)
         self._stream = stream
         self._bytes = stream if isinstance(stream, TlsStream) else PromptStream(stream)
         self._on_open = on_open
@@ -175,6 +190,15 @@ class Connection:
         self._writing = False
         """The writer task is at it, or must be: something is left of what was written at once."""
         self._closing = False
+
+    @property
+    def over(self) -> bool:
+        """It has ended, or is about to: nothing can be opened on it."""
+        return self._closing or self._ended.is_set() or self.session.closed
+
+    async def wait_over(self) -> None:
+        """Wait until it has ended."""
+        await self._ended.wait()
 
     async def run(self) -> None:
         """Read and write until the connection ends, for whatever reason; the channels hear of it."""
@@ -225,7 +249,7 @@ class Connection:
         if self._writing or self.session.wants_write:
             self._wake.set()
         else:
-            self._notify_written()
+            self.notify_written()
 
     async def written(self) -> None:
         """Wait until something more was written, or the connection ended."""
@@ -320,9 +344,10 @@ class Connection:
             with trio.fail_after(WRITE_S):
                 await self._bytes.send_all(data)
             self._writing = False
-        self._notify_written()
+        self.notify_written()
 
-    def _notify_written(self) -> None:
+    def notify_written(self) -> None:
+        """Wake whoever waits in `written`, to look again."""
         self._written.set()
         self._written = trio.Event()
 
@@ -335,4 +360,4 @@ class Connection:
         for channel in tuple(self._channels.values()):
             channel.fail(error)
         self._channels.clear()
-        self._notify_written()
+        self.notify_written()

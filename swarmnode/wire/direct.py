@@ -54,10 +54,18 @@ class DirectTransport:
         options: LinkOptions = NO_OPTIONS,
     ) -> AsyncIterator[Channel]:
         """See `link.Transport.dial`."""
+        async with self.connect(address, identity, options) as link, link.open(kind) as channel:
+            yield channel
+
+    @asynccontextmanager
+    async def connect(
+        self, address: Address, identity: Identity, options: LinkOptions = NO_OPTIONS
+    ) -> AsyncIterator[DirectLink]:
+        """See `link.Transport.connect`."""
         address = address if self.tls is not None else require_loopback(address)
         secured = await self._secure(await connect(address))
-        async with dial_over(secured.stream, kind, identity, options, secured.peer, self._guard(secured)) as channel:
-            yield channel
+        async with link_over(secured.stream, identity, options, secured.peer, self._guard(secured)) as link:
+            yield link
 
     async def listen(
         self,
@@ -127,16 +135,58 @@ async def dial_over(
     guard: AbstractContextManager[None] = _UNGUARDED,
 ) -> AsyncIterator[Channel]:
     """`dial`, over a stream that is connected already, to whom its handshake said; `guard` may end the connection."""
+    async with link_over(stream, identity, options, certified, guard) as link, link.open(kind) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def link_over(
+    stream: trio.abc.Stream,
+    identity: Identity,
+    options: LinkOptions = NO_OPTIONS,
+    certified: NodeCertificate | None = None,
+    guard: AbstractContextManager[None] = _UNGUARDED,
+) -> AsyncIterator[DirectLink]:
+    """`connect`, over a stream that is connected already."""
     async with open_flat_nursery() as nursery:
-        connection = Connection(stream, client=True)
+        connection = Connection(stream, client=True, window_bytes=options.window_bytes)
         nursery.start_soon(_run, connection, guard)
-        async with connection.open_channel(kind) as channel:
-            channel.certified = certified
-            channel.welcome = await greet(channel, identity, options)
-            count(channel, channel.welcome.identity, options.parameters, options.traffic)
-            yield channel
+        yield DirectLink(connection, identity, options, certified)
         await connection.aclose()
         nursery.cancel_scope.cancel()
+
+
+class DirectLink:
+    """A `link.Link` on one connection."""
+
+    def __init__(
+        self, connection: Connection, identity: Identity, options: LinkOptions, certified: NodeCertificate | None
+    ) -> None:
+        self.channels = 0
+        self._connection = connection
+        self._identity = identity
+        self._options = options
+        self._certified = certified
+
+    @property
+    def over(self) -> bool:
+        return self._connection.over
+
+    async def wait_over(self) -> None:
+        await self._connection.wait_over()
+
+    @asynccontextmanager
+    async def open(self, kind: str) -> AsyncIterator[Channel]:
+        """See `link.Link.open`."""
+        async with self._connection.open_channel(kind) as channel:
+            self.channels += 1
+            try:
+                channel.certified = self._certified
+                channel.welcome = await greet(channel, self._identity, self._options)
+                count(channel, channel.welcome.identity, self._options.parameters, self._options.traffic)
+                yield channel
+            finally:
+                self.channels -= 1
 
 
 async def _run(connection: Connection, guard: AbstractContextManager[None]) -> None:

@@ -110,7 +110,8 @@ class H2Session:
     """Both ends use this class. Methods that take bytes from the peer raise ProtocolError only; after it, what
     `data_to_send` still holds (a GOAWAY) should be written and the connection closed."""
 
-    def __init__(self, *, client: bool, stranger: bool = False) -> None:
+    def __init__(self, *, client: bool, stranger: bool = False, window_bytes: int = limits.STREAM_WINDOW_BYTES) -> None:
+        """`window_bytes`: what the peer may send on one channel before any of it is consumed."""
         self._client = client
         self._h2 = _QuietConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
         self._guard = FloodGuard(server=not client, stranger=stranger)
@@ -120,14 +121,14 @@ class H2Session:
         self._closed = False
         self._ready: list[bytes] = []
         """What h2 wrote and nobody took yet."""
-        self._start()
+        self._start(window_bytes)
         self._collect()
 
-    def _start(self) -> None:
+    def _start(self, window_bytes: int) -> None:
         self._h2.initiate_connection()
         self._h2.update_settings(
             {
-                SettingCodes.INITIAL_WINDOW_SIZE: limits.STREAM_WINDOW_BYTES,
+                SettingCodes.INITIAL_WINDOW_SIZE: window_bytes,
                 SettingCodes.MAX_FRAME_SIZE: limits.H2_FRAME_BYTES,
                 SettingCodes.MAX_CONCURRENT_STREAMS: limits.MAX_CHANNELS,
                 **({SettingCodes.ENABLE_PUSH: 0} if self._client else {}),
@@ -135,7 +136,7 @@ class H2Session:
         )
         # h2 looks at its limit once per call: a large frame right behind the peer's acknowledgement would be refused
         self._h2.max_inbound_frame_size = limits.H2_FRAME_BYTES
-        self._h2.increment_flow_control_window(limits.CONNECTION_WINDOW_BYTES - 65_535)
+        self._h2.increment_flow_control_window(window_bytes * limits.MAX_CHANNELS - 65_535)
 
     # -- what the peer sent
 

@@ -36,9 +36,13 @@ MAX_DIMENSION = 1 << 24
 STREAM_WINDOW_BYTES = 8 << 20
 """Unread bytes a channel may hold: 8 MiB keep 1 Gbit/s busy at 60 ms RTT (h2's own 64 KiB: 1 MB/s)."""
 MAX_CHANNELS = 32
-"""Channels open on one connection; a pair of nodes needs one to four."""
-CONNECTION_WINDOW_BYTES = STREAM_WINDOW_BYTES * MAX_CHANNELS
-"""All stream windows together: so a channel whose consumer stalls can never take credit from another."""
+"""Channels open on one connection, whose window is all of theirs together: so a channel whose consumer stalls can never
+take credit from another. Calls that a node forwards have one each; the others need a single one."""
+API_WINDOW_BYTES = 1 << 20
+"""The same for a call that one node forwards to another: many of their readers are slow, and 1 MiB is 8 s of text at
+1 Mbit/s."""
+MAX_HTTP_BYTES = 64 << 10
+"""HTTP/1.1 bytes in one `http` frame: what the API writes and reads at a time."""
 H2_FRAME_BYTES = 1 << 20
 """SETTINGS_MAX_FRAME_SIZE: at the default of 16 KiB a 16 MiB piece costs 1,024 rounds of Python."""
 DATA_FRAME_BYTES = 256 << 10

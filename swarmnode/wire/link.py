@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import trio
 
 from swarmnode.errors import from_wire
+from swarmnode.wire import limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.traffic import Counts, Traffic
 
-CHANNEL_KINDS = ("control", "requests", "files", "steps", "prompts")
+CHANNEL_KINDS = ("control", "requests", "files", "api", "steps", "prompts")
 """Each has a connection of its own, so that nothing small waits behind something big."""
 JOIN_KIND = "join"
 """The one channel for a node that has no certificate yet."""
@@ -31,6 +32,7 @@ SERVED_BY = {
     "control": "coordinator",
     "requests": "coordinator",
     "files": "coordinator",
+    "api": "coordinator",
     JOIN_KIND: "coordinator",
     "steps": "peer",
     "prompts": "peer",
@@ -115,6 +117,15 @@ class Channel(ABC):
         other side ended the channel with (a handler that raises SwarmError, a refused hello)."""
 
     @abstractmethod
+    async def flush(self) -> None:
+        """Wait until the link took all that was queued, so that no more than one caller's piece waits in memory.
+        Raises LinkBroken."""
+
+    @abstractmethod
+    def end_sending(self) -> None:
+        """No more frames from here, behind those that are queued; the other end's may still come."""
+
+    @abstractmethod
     async def aclose(self) -> None:
         """Let queued frames out (for CHANNEL_CLOSE_S at most), then end the channel in both directions."""
 
@@ -163,9 +174,31 @@ class LinkOptions:
     traffic: Traffic | None = None
     node: NodeId | None = None
     """Who must answer; None: any node of the right role."""
+    window_bytes: int = limits.STREAM_WINDOW_BYTES
+    """What the other end may send on one channel ahead of who reads it here."""
 
 
 NO_OPTIONS = LinkOptions()
+
+
+class Link(Protocol):
+    """One connection to another node, for as many channels as it takes."""
+
+    @property
+    def channels(self) -> int:
+        """How many are open now."""
+
+    @property
+    def over(self) -> bool:
+        """The connection has ended: nothing can be opened any more."""
+
+    async def wait_over(self) -> None: ...
+
+    def open(self, kind: str) -> AbstractAsyncContextManager[Channel]:
+        """A channel on it; inside the block it is up (WELCOME came).
+
+        Raises Overloaded where the other end allows no more, LinkBroken, or the error the listener refused with.
+        """
 
 
 class Transport(Protocol):
@@ -182,6 +215,14 @@ class Transport(Protocol):
 
         Raises LinkBroken where nobody answers in time, or the error the listener refused with.
         """
+
+    def connect(
+        self,
+        address: Address,
+        identity: Identity,
+        options: LinkOptions = ...,
+    ) -> AbstractAsyncContextManager[Link]:
+        """A connection that lives as long as the block, for channels of the same kind. Raises LinkBroken."""
 
     async def listen(
         self,

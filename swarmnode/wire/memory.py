@@ -89,6 +89,16 @@ class MemoryChannel(Channel):
         self.counts.took(len(item))
         return self._unless_refused(decode(memoryview(item)[LENGTH_BYTES:]))
 
+    async def flush(self) -> None:
+        await trio.lowlevel.checkpoint()
+        while self._broken is None and self._out.queued > limits.STREAM_WINDOW_BYTES:
+            await self._out.changed.wait()
+        self._raise_if_broken()
+
+    def end_sending(self) -> None:
+        if self._broken is None:
+            self._out.put(trio.current_time() + self.latency_s, None)
+
     async def aclose(self) -> None:
         await trio.lowlevel.checkpoint()
         self._leave(None)
@@ -164,6 +174,15 @@ class MemoryNetwork:
             count(channel, channel.welcome.identity, options.parameters, options.traffic)
             yield channel
 
+    @asynccontextmanager
+    async def connect(
+        self, address: Address, identity: Identity, options: LinkOptions = NO_OPTIONS
+    ) -> AsyncIterator[MemoryLink]:
+        if address not in self._listening:
+            raise LinkBroken(f"cannot connect to {address}: nobody listens there")
+        await trio.lowlevel.checkpoint()
+        yield MemoryLink(self, address, identity, options)
+
     async def listen(
         self,
         address: Address,
@@ -189,3 +208,28 @@ class MemoryNetwork:
         if address in self._listening:
             raise LinkBroken(f"cannot listen on {address}: it is in use")
         return address
+
+
+class MemoryLink:
+    """A `link.Link` of a `MemoryNetwork`: it has no connection that could end by itself."""
+
+    over = False
+
+    def __init__(self, network: MemoryNetwork, address: Address, identity: Identity, options: LinkOptions) -> None:
+        self.channels = 0
+        self._dial = network.dial
+        self._to = address, identity, options
+
+    async def wait_over(self) -> None:
+        await trio.sleep_forever()
+
+    @asynccontextmanager
+    async def open(self, kind: str) -> AsyncIterator[Channel]:
+        """See `link.Link.open`."""
+        address, identity, options = self._to
+        async with self._dial(address, kind, identity, options) as channel:
+            self.channels += 1
+            try:
+                yield channel
+            finally:
+                self.channels -= 1

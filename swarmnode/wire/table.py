@@ -238,13 +238,13 @@ def _other_kinds() -> tuple[Kind, ...]:
     )
     return (
         _kind("beat", "control", (_key("node", _ID), _key("boot", _ID), _key("seq", _COUNT)), "map"),
-        _kind("api", "control", (_key("url", Text(256)),), "map"),
         _kind("dial_back", "control", ()),
         _kind("dialed_back", "control", (_key("ok", Flag()), _key("message", _MESSAGE), _key("time_s", Number()))),
         _kind("bye", "control", (_key("reason", _MESSAGE),)),
         _kind("fetch", "files", fetch),
         _kind("data", "files", (_key("offset", _COUNT),), "raw"),
         _kind("fetched", "files", (_key("size", _COUNT),)),
+        _kind("http", "api", (), "raw"),
         _kind("init", "pipe", (), "map"),
         _kind("loading", "pipe", _PROGRESS),
         _kind("ready", "pipe", (), "map"),

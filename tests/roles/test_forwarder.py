@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import trio
+from credentials import Swarm
 
 from swarmnode.api.app import create_app
 from swarmnode.api.auth import Credentials
 from swarmnode.api.hosts import host_rules
 from swarmnode.api.replay import Replay, ReplayBackend
-from swarmnode.api.server import open_api_listeners, serve_api
+from swarmnode.api.server import ApiServer, open_api_listeners, serve_api
 from swarmnode.cluster.token_book import Scope
+from swarmnode.config import read_settings
+from swarmnode.errors import LinkBroken
+from swarmnode.roles import coordinator_links
+from swarmnode.roles.api_port import serve_linked
+from swarmnode.roles.context import NodeContext
 from swarmnode.roles.forwarder import Forwarder
 from swarmnode.roles.token_store import TokenStore
+from swarmnode.wire import limits
+from swarmnode.wire.address import Address
+from swarmnode.wire.direct import DirectTransport
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from credentials import Node
+
+    from swarmnode.wire.link import Channel, Hello
 
 CHAT = "/v1/chat/completions"
 RULES = host_rules("127.0.0.1")
+LOCAL_SECRET = "the coordinator's own command line"
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -36,32 +54,67 @@ async def serve(app: Any, nursery: trio.Nursery) -> str:
     return f"http://{host}:{port}"
 
 
+@dataclass
 class World:
-    """A gateway, a forwarder in front of it, and a client of the forwarder."""
+    """A coordinator's API and swarm port, a node that forwards to it over mutual TLS, and a client of that node."""
 
-    def __init__(self, backend: ReplayBackend, store: TokenStore, forwarder: Forwarder, urls: tuple[str, str]) -> None:
-        self.backend, self.store, self.forwarder = backend, store, forwarder
-        self.upstream, self.url = urls
-        self.client = httpx.AsyncClient(base_url=self.url, trust_env=False, verify=False, timeout=10)
+    backend: ReplayBackend
+    store: TokenStore
+    forwarder: Forwarder
+    upstream: str
+    url: str
+    swarm_port: Address
+    den: Node
+    client: httpx.AsyncClient
+    connected: trio.CancelScope
+    links: list[object]
+    """Of every call that reached the swarm port: which connection brought it."""
 
     async def until(self, count: int) -> None:
         with trio.fail_after(5):
             while self.backend.open != count:  # noqa: ASYNC110 - what is awaited counts without events
                 await trio.sleep(0.002)
 
+    async def raw_chat(self, **fields: Any) -> trio.SocketStream:
+        """A chat whose reply nobody reads yet."""
+        data = json.dumps(chat(**fields)).encode()
+        raw = await trio.open_tcp_stream("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        await raw.send_all(head.encode() + data)
+        return raw
+
 
 @asynccontextmanager
 async def world(tmp_path: Path, *, closed: bool = False) -> AsyncIterator[World]:
     backend, store = ReplayBackend(), TokenStore(tmp_path / "tokens.json", required=False)
-    forwarder = Forwarder(closed=closed)
+    swarm = Swarm(tmp_path / "swarm")
+    house, den = swarm.node("house", ("coordinator",)), swarm.node("den")
+    transport = DirectTransport(den.tls())
+    context = NodeContext(den.identity, read_settings(tmp_path, environ={}), transport, Traffic(), lambda *_: None)
+    server = ApiServer(create_app(backend, hosts=RULES, credentials=Credentials(store, LOCAL_SECRET)))
+    links: list[object] = []
+
+    async def serve_channel(kind: str, hello: Hello, channel: Channel) -> None:
+        assert kind == "api"
+        links.append(channel._connection)  # type: ignore[attr-defined]
+        await serve_linked(server, hello, channel)
+
+    forwarder, connected = Forwarder(context, closed=closed), trio.CancelScope()
+
+    async def follow() -> None:
+        with connected:
+            await forwarder.follow(swarm_port)
+
     async with trio.open_nursery() as nursery:
-        app = create_app(backend, hosts=RULES, credentials=Credentials(store, "local"))
-        urls = await serve(app, nursery), await serve(forwarder.app(RULES), nursery)
-        found = World(backend, store, forwarder, urls)
-        forwarder.connect(urls[0], None)
-        await nursery.start(forwarder.run)
-        async with found.client:
-            yield found
+        listen = partial(DirectTransport(house.tls()).listen, Address("127.0.0.1", 0), serve_channel, house.identity)
+        swarm_port = await nursery.start(listen)
+        [(host, port)] = await nursery.start(server.listen, await open_api_listeners("127.0.0.1", 0))
+        url = await serve(forwarder.app(RULES), nursery)
+        nursery.start_soon(follow)
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=10) as client:
+            yield World(
+                backend, store, forwarder, f"http://{host}:{port}", url, swarm_port, den, client, connected, links
+            )
         nursery.cancel_scope.cancel()
 
 
@@ -74,7 +127,6 @@ async def test_calls_and_errors_come_back_unchanged(tmp_path: Path) -> None:
             ("PUT", "/v1/models", None),
             ("POST", CHAT, {"model": "replay-1"}),
             ("POST", "/api/v1/models/replay-1/load", {}),
-            ("DELETE", "/api/v1/api-tokens/x", None),
             ("GET", "/api/v1/models/replay-1/archive", None),
         ):
             there = await direct.request(method, path, json=body)
@@ -115,46 +167,121 @@ async def test_a_body_streams_as_it_comes(tmp_path: Path) -> None:
 async def test_a_client_that_leaves_cancels_at_the_coordinator(tmp_path: Path, phase: str, stream: bool) -> None:
     async with world(tmp_path) as swarm:
         swarm.backend.replay = Replay(**{phase: None})
-        data = json.dumps(chat(stream=stream)).encode()
-        raw = await trio.open_tcp_stream("127.0.0.1", int(swarm.url.rsplit(":", 1)[1]))
-        await raw.send_all(
-            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-        )
+        raw = await swarm.raw_chat(stream=stream)
         await swarm.until(1)
         await trio.aclose_forcefully(raw)
         await swarm.until(0)
         assert swarm.backend.cancelled == 1
 
 
-async def test_a_client_that_stops_reading_and_leaves(tmp_path: Path) -> None:
-    """Its reply waits in this node's write, not in this node's memory; leaving ends it there."""
+async def test_many_calls_and_cancels_are_no_flood(tmp_path: Path) -> None:
+    """Far more than the resets a connection may have; all share one."""
     async with world(tmp_path) as swarm:
-        swarm.backend.replay = Replay(texts=("x" * 4096,) * 20_000)
-        data = json.dumps(chat(stream=True)).encode()
-        raw = await trio.open_tcp_stream("127.0.0.1", int(swarm.url.rsplit(":", 1)[1]))
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-        await raw.send_all(head.encode() + data)
+        for _ in range(150):
+            assert (await swarm.client.get("/v1/models")).status_code == 200
+        swarm.backend.replay = Replay(prefill_s=None)
+        for _ in range(8):
+            raws = [await swarm.raw_chat(stream=True) for _ in range(16)]
+            await swarm.until(16)
+            for raw in raws:
+                await trio.aclose_forcefully(raw)
+            await swarm.until(0)
+        assert (await swarm.client.get("/v1/models")).status_code == 200
+        assert len(set(swarm.links)) == 1
+
+
+class Counted(tuple[str, ...]):
+    """Texts that count how many were asked for."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in super().__iter__():
+            self.taken += 1
+            yield text
+
+
+async def test_a_client_that_does_not_read_stops_the_coordinator(tmp_path: Path) -> None:
+    """Its reply is not made: what waits on the way is bounded. Leaving ends it, and others go on meanwhile."""
+    async with world(tmp_path) as swarm:
+        texts = Counted(("x" * 65_536,) * 1000)
+        swarm.backend.replay = Replay(texts=texts)
+        raw = await swarm.raw_chat(stream=True)
         await swarm.until(1)
-        await trio.sleep(0.3)
+        await trio.sleep(0.5)
         assert swarm.backend.open == 1
+        on_the_way = texts.taken * 65_536
+        assert on_the_way < limits.API_WINDOW_BYTES + (16 << 20), "the kernel's own socket buffers hold a few MiB"
+        swarm.backend.replay = Replay()
+        assert (await swarm.client.post(CHAT, json=chat())).status_code == 200
         await trio.aclose_forcefully(raw)
         await swarm.until(0)
         assert swarm.backend.cancelled == 1
+        assert texts.taken * 65_536 < on_the_way + (1 << 20)
+
+
+async def test_a_slow_reader_gets_all_of_it(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        swarm.backend.replay = Replay(texts=("x" * 65_536,) * 60)
+        size = 0
+        async with (
+            swarm.client.stream("POST", CHAT, json=chat(stream=True)) as reply,
+            aclosing(reply.aiter_raw()) as parts,
+        ):
+            async for part in parts:
+                size += len(part)
+                await trio.sleep(0.001)
+        assert size > 60 * 65_536
+
+
+async def test_more_calls_than_one_connection_takes_share_a_few(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        swarm.backend.replay = Replay(prefill_s=None)
+        most = coordinator_links.MAX_LINKS * limits.MAX_CHANNELS
+        raws = [await swarm.raw_chat(stream=True) for _ in range(most)]
+        await swarm.until(most)
+        assert len(set(swarm.links)) == coordinator_links.MAX_LINKS
+        reply = await swarm.client.get("/v1/models")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "overloaded")
+        assert int(reply.headers["retry-after"]) > 0
+        for raw in raws:
+            await trio.aclose_forcefully(raw)
+        await swarm.until(0)
+        assert (await swarm.client.get("/v1/models")).status_code == 200
+
+
+async def test_a_connection_that_nobody_uses_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_links, "IDLE_S", 0.05)
+    async with world(tmp_path) as swarm:
+        swarm.backend.replay = Replay(prefill_s=0.3)
+        assert (await swarm.client.post(CHAT, json=chat())).status_code == 200, "a call in use keeps it"
+        await trio.sleep(0.2)
+        assert (await swarm.client.get("/v1/models")).status_code == 200
+        assert len(set(swarm.links)) == 2
 
 
 async def test_no_coordinator_is_503_with_retry_after(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
-        swarm.forwarder.disconnect()
+        assert (await swarm.client.get("/v1/models")).status_code == 200
+        swarm.connected.cancel()
+        await trio.testing.wait_all_tasks_blocked(0.01)
         for path in ("/v1/models", "/api/v1/nodes"):
             reply = await swarm.client.get(path)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_coordinator")
             assert int(reply.headers["retry-after"]) > 0
         assert (await swarm.client.get("/health")).status_code == 200
-        swarm.forwarder.connect("http://127.0.0.1:9", None)  # nobody listens
-        reply = await swarm.client.get("/v1/models")
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
-        swarm.forwarder.connect(swarm.upstream, None)
-        assert (await swarm.client.get("/v1/models")).status_code == 200
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swarm.forwarder.follow, Address("127.0.0.1", 9))  # nobody listens
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            reply = await swarm.client.get("/v1/models")
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+            assert "cannot connect" in reply.json()["error"]["message"]
+            nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swarm.forwarder.follow, swarm.swarm_port)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert (await swarm.client.get("/v1/models")).status_code == 200
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_lost_coordinator_ends_what_runs(tmp_path: Path) -> None:
@@ -173,7 +300,7 @@ async def test_a_lost_coordinator_ends_what_runs(tmp_path: Path) -> None:
             nursery.start_soon(lambda: ask(stream=False))
             await swarm.until(2)
             await trio.sleep(0.1)
-            swarm.forwarder.disconnect()
+            swarm.connected.cancel()
         assert sorted(map(str, statuses)) == ["503", "cut"]
         await swarm.until(0)
 
@@ -222,3 +349,88 @@ async def test_open_mode_does_not_reach_beyond_loopback(tmp_path: Path) -> None:
         _, token = await swarm.store.issue("mine", Scope.READ, None)
         reply = await swarm.client.get("/v1/models", headers={"authorization": f"Bearer {token}"})
         assert reply.status_code == 200
+
+
+# -- what another machine may do without a token
+
+
+ADMIN = [("POST", "/api/v1/api-tokens"), ("POST", "/api/v1/join-tokens"), ("DELETE", "/api/v1/nodes/den")]
+
+
+async def test_a_peers_machine_administers_nothing_without_a_token(tmp_path: Path) -> None:
+    """Open mode gives it what everybody has here: chats and loads. The coordinator knows by the link who asks."""
+    async with world(tmp_path) as swarm:
+        assert (await swarm.client.post(CHAT, json=chat())).status_code == 200
+        for method, path in ADMIN:
+            for headers in ({}, {"authorization": f"Bearer {LOCAL_SECRET}"}):
+                reply = await swarm.client.request(method, path, json={}, headers=headers)
+                assert reply.status_code == 401
+                assert "came through den" in reply.json()["error"]["message"]
+        async with httpx.AsyncClient(base_url=swarm.upstream, trust_env=False) as direct:
+            own = await direct.post("/api/v1/api-tokens", json={}, headers={"authorization": f"Bearer {LOCAL_SECRET}"})
+        assert own.status_code != 401, "the coordinator's own command line"
+
+
+async def test_a_peers_machine_with_an_admin_token_does(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        _, token = await swarm.store.issue("mine", Scope.ADMIN, None)
+        _, lesser = await swarm.store.issue("lesser", Scope.OPERATE, None)
+        body = {"label": "another", "scopes": ["read"]}
+        made = await swarm.client.post("/api/v1/api-tokens", json=body, headers={"authorization": f"Bearer {token}"})
+        assert made.status_code < 300
+        refused = await swarm.client.post(
+            "/api/v1/api-tokens", json=body, headers={"authorization": f"Bearer {lesser}"}
+        )
+        assert refused.status_code == 403
+
+
+@asynccontextmanager
+async def bare_channel(swarm: World) -> AsyncIterator[Channel]:
+    """A channel that a member made by hand: it writes what it likes."""
+    transport = DirectTransport(swarm.den.tls())
+    async with transport.dial(swarm.swarm_port, "api", swarm.den.identity) as channel:
+        yield channel
+
+
+async def answered(channel: Channel, request: bytes) -> bytes:
+    """All that comes back; the server hangs up behind it, or is hung up on."""
+    await channel.send(Frame("http", {}, request))
+    got = b""
+    with trio.move_on_after(1), suppress(LinkBroken):
+        async for frame in channel:
+            got += bytes(frame.body)
+    return got
+
+
+CLOSE = b"Connection: close\r\n"
+TRICKS = {
+    "another host": (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n" + CLOSE + b"\r\n", b"403"),
+    "two hosts": (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n" + CLOSE + b"\r\n", b"40"),
+    "no host": (b"GET /v1/models HTTP/1.1\r\n" + CLOSE + b"\r\n", b"40"),
+    "a foreign page": (
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil\r\n" + CLOSE + b"\r\n",
+        b"403",
+    ),
+    "marks of its own": (
+        b"POST /api/v1/api-tokens HTTP/1.1\r\nHost: localhost\r\nX-Swarm-Require-Token: 0\r\nswarmnode.via: none\r\n"
+        b"X-Forwarded-For: 127.0.0.1\r\nContent-Length: 2\r\n" + CLOSE + b"\r\n{}",
+        b"401",
+    ),
+    "no HTTP": (b"\x00\x01\x02\r\n\r\n", b"400"),
+}
+
+
+@pytest.mark.parametrize(("request_bytes", "status"), TRICKS.values(), ids=TRICKS)
+async def test_tricks_on_a_bare_channel(tmp_path: Path, request_bytes: bytes, status: bytes) -> None:
+    async with world(tmp_path) as swarm, bare_channel(swarm) as channel:
+        reply = await answered(channel, request_bytes)
+        assert reply.startswith(b"HTTP/1.1 " + status)
+        assert (await swarm.client.get("/v1/models")).status_code == 200
+
+
+async def test_frames_that_are_no_call_end_their_channel(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm, bare_channel(swarm) as channel:
+        await channel.send(Frame("end", {"session": 1}))
+        with trio.fail_after(5), pytest.raises((LinkBroken, trio.EndOfChannel)):
+            await channel.receive()
+        assert (await swarm.client.get("/v1/models")).status_code == 200

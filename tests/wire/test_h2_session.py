@@ -101,7 +101,7 @@ def test_windows_and_frame_size_are_raised_on_both_ends() -> None:
     settle(client, server)
     for end in (client, server):
         connection = end.session._h2
-        assert connection.outbound_flow_control_window >= limits.CONNECTION_WINDOW_BYTES
+        assert connection.outbound_flow_control_window >= limits.STREAM_WINDOW_BYTES * limits.MAX_CHANNELS
         assert connection.local_flow_control_window(channel) == limits.STREAM_WINDOW_BYTES
         assert connection.max_outbound_frame_size == limits.H2_FRAME_BYTES
         assert connection.max_inbound_frame_size == limits.H2_FRAME_BYTES
@@ -151,7 +151,7 @@ def test_credit_of_channels_that_are_gone_comes_back() -> None:
         server.got.clear()
         settle(client, server)
     window = client.session._h2.outbound_flow_control_window
-    assert window > limits.CONNECTION_WINDOW_BYTES // 2
+    assert window > limits.STREAM_WINDOW_BYTES * limits.MAX_CHANNELS // 2
 
 
 def test_channels_take_turns() -> None:
