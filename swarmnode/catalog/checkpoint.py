@@ -39,8 +39,9 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 FLOAT_DTYPES: Mapping[str, WeightDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,5})\..+")
-_RECOMPUTED = re.compile(r".*rotary_emb\.inv_freq")
-"""A buffer that old Llama checkpoints stored and every loader computes for itself."""
+_UNUSED = re.compile(r".*rotary_emb\.inv_freq|mtp\..+")
+"""A buffer that old Llama checkpoints stored and every loader computes for itself; layers that guess a further token
+(Qwen3-Next), which transformers leaves out too."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 
 
@@ -170,7 +171,7 @@ def _tensors(folder: Path) -> dict[str, SourceTensor]:
         for name, entry in read_header(path).items():
             if name in tensors:
                 raise InvalidModel(f"{path.name}: tensor {name!r} is also in {tensors[name].path.name}")
-            if _RECOMPUTED.fullmatch(name):
+            if _UNUSED.fullmatch(name):
                 continue
             if entry.dtype not in FLOAT_DTYPES:
                 raise InvalidModel(

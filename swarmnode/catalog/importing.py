@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from swarmnode.catalog.checkpoint import FLOAT_DTYPES, Checkpoint, config_int, read_checkpoint
 from swarmnode.catalog.defaults import eos_token_ids, sampling_defaults
 from swarmnode.catalog.disk import check_space, full_disk_as_no_space
+from swarmnode.catalog.layer_kinds import recurrent_layers, state_values
 from swarmnode.catalog.manifest import FORMAT, MANIFEST_NAME, Architecture, FileEntry, Manifest
 from swarmnode.catalog.progress import ImportProgress, Report, ignore
 from swarmnode.catalog.refusals import is_pickle, refuse_pickles
@@ -178,6 +179,9 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
         layer_params=tuple(sum(t.entry.params for t in layer.values()) for layer in checkpoint.layers),
         embed_params=checkpoint.embedding.entry.params,
         head_params=checkpoint.final_norm.entry.params + checkpoint.head.entry.params,
+        tied=checkpoint.head is checkpoint.embedding,
+        recurrent_layers=recurrent_layers(config),
+        state_values_per_layer=state_values(config),
     )
 
 

@@ -74,6 +74,12 @@ class Architecture(_Record):
     embed_params: int = Field(ge=0)
     head_params: int = Field(ge=0)
     """Parameters of the head and the final norm; a tied head counts, the last stage holds it too."""
+    tied: bool = False
+    """The head is the embedding's table; a stage that has both holds it once."""
+    recurrent_layers: tuple[int, ...] = ()
+    """Layers that keep a state of fixed size per session and no KV (linear attention)."""
+    state_values_per_layer: int = Field(default=0, ge=0)
+    """Numbers in such a state."""
 
 
 class Manifest(_Record):

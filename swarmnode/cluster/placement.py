@@ -1,7 +1,6 @@
-"""Where a model's stages go: arithmetic over layer sizes and the peers' memory, refused with the numbers.
+"""Where a model's stages go: the stages' prices against the peers' memory, refused with the numbers.
 
-Nothing here loads anything. Bytes per parameter follow the serving dtype; the KV cache is planned for the sessions
-the ring is meant to hold together; a fixed share of headroom covers workspace and the allocator.
+The KV cache is planned for the sessions that the ring is meant to hold together.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.partition import balanced_boundaries
+from swarmnode.cluster.pricing import HEADROOM, StageBytes, price_stage
 from swarmnode.cluster.quantization import (
-    BYTES_PER_PARAM,
-    HEAD_BYTES_PER_PARAM,
     NEEDED_CAPABILITY,
     NONE,
     SERVE_INT4_FAST,
@@ -24,17 +22,15 @@ from swarmnode.errors import LoadRefused, PeerNotFound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from swarmnode.cluster.pricing import ModelShape
     from swarmnode.ids import NodeId
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-HEADROOM = 1.2
-"""Weights and KV are multiplied by this: activations, one prompt piece's scores, fragmentation."""
-WORKER_BYTES = 350 << 20
-"""What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
 _WHY_LACKING = {
     method: "bitsandbytes is not installed" if needed == SERVE_QUANTIZED else "its device is a card"
     for method, needed in NEEDED_CAPABILITY.items()
 }
+MOST_IN_FLIGHT = 1 << 16
+"""Whatever SWARM_SERVE_IN_FLIGHT says; a bound for the arithmetic."""
 NO_KV_TOKENS = 1 << 24
 """The budget of a stage whose sessions take no memory: a bound for the arithmetic that follows."""
 
@@ -51,21 +47,6 @@ ALL_CAPABILITIES = RING_CAPABILITIES | CPU_CAPABILITIES | {SERVE_QUANTIZED}
 
 class LacksKernels(LoadRefused):
     """Too few of the peers that would serve hold what the weights' quantization needs: another one may do."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What placement needs to know of a model; parameters per layer, values of KV per position and layer."""
-
-    layer_params: tuple[int, ...]
-    embed_params: int
-    head_params: int
-    kv_values_per_token_layer: int
-    context_tokens: int
-    recorded_stages: int
-    recorded_boundaries: tuple[int, ...] | None
-    weightless: bool = False
-    """A scripted servable: no torch, no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +78,20 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage on one peer, with the bytes the arithmetic expects it to take."""
+    """One stage on one peer, with its price."""
 
     peer: PeerResources
     first_layer: int
     end_layer: int
-    weight_bytes: int
-    kv_token_bytes: int
+    price: StageBytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.price.weights
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self.price.kv_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +118,13 @@ def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResou
     chosen = _choose_peers(request, stages, peers)
     _check_kernels(chosen, request.quantization)
     _check_capabilities(chosen)
+    in_flight = min(request.in_flight or 4 * stages, MOST_IN_FLIGHT)
     cuts = (0, *_boundaries(shape, stages), layers)
     plans = tuple(
-        _stage_plan(shape, request, peer, first, end) for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
+        StagePlan(peer, first, end, price_stage(shape, first, end, request.dtype, request.quantization, in_flight))
+        for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
     )
-    return _budget(shape, request, plans)
+    return _budget(shape, request, plans, in_flight)
 
 
 def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
@@ -210,52 +200,37 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
     return balanced_boundaries(shape.layer_params, shape.embed_params, shape.head_params, stages)
 
 
-def _stage_plan(shape: ModelShape, request: PlanRequest, peer: PeerResources, first: int, end: int) -> StagePlan:
-    """Embeddings stay in the serving dtype; layers and head are priced by their quantization."""
-    size = DTYPE_BYTES[request.dtype]
-    weight_bytes = sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(request.quantization, size)
-    weight_bytes += shape.embed_params * size if first == 0 else 0
-    if end == len(shape.layer_params):
-        weight_bytes += shape.head_params * HEAD_BYTES_PER_PARAM.get(request.quantization, size)
-    kv_values = shape.kv_values_per_token_layer * (end - first)
-    return StagePlan(peer, first, end, 0 if shape.weightless else int(weight_bytes), kv_values * size)
-
-
-def _budget(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...]) -> Plan:
+def _budget(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...], wanted_in_flight: int) -> Plan:
     """Size the KV budget: wanted in flight × a typical chat, lowered to what the smallest stage has room for."""
-    wanted_in_flight = request.in_flight or 4 * len(stages)
     least = min(request.min_context_tokens, shape.context_tokens)
-    wanted = max(least, min(wanted_in_flight, 1 << 16) * request.typical_tokens)
-    room = min((_kv_room(shape, stage) for stage in stages), default=wanted)
+    wanted = max(least, wanted_in_flight * request.typical_tokens)
+    room = min((_kv_room(stage) for stage in stages), default=wanted)
     if room < least:
-        raise LoadRefused(_too_small(shape, request, stages, least))
+        raise LoadRefused(_too_small(request, stages, least))
     kv_tokens = min(room, max(wanted, min(room, wanted_in_flight * shape.context_tokens)))
     in_flight = max(1, min(wanted_in_flight, kv_tokens // min(request.typical_tokens, kv_tokens)))
     return Plan(stages, min(shape.context_tokens, kv_tokens), kv_tokens, in_flight)
 
 
-def _kv_room(shape: ModelShape, stage: StagePlan) -> int:
-    """Tokens of KV that fit beside the stage's weights."""
-    spare = stage.peer.memory_bytes / HEADROOM - stage.weight_bytes - _worker_bytes(shape)
+def _kv_room(stage: StagePlan) -> int:
+    """Tokens of KV that fit beside everything else."""
+    spare = stage.peer.memory_bytes / HEADROOM - stage.price.fixed
     if not stage.kv_token_bytes:
         return NO_KV_TOKENS if spare >= 0 else -1
     return int(spare // stage.kv_token_bytes)
 
 
-def _worker_bytes(shape: ModelShape) -> int:
-    return 0 if shape.weightless else WORKER_BYTES
-
-
-def _too_small(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...], least: int) -> str:
+def _too_small(request: PlanRequest, stages: tuple[StagePlan, ...], least: int) -> str:
     lines = []
     for index, stage in enumerate(stages):
-        need = (stage.weight_bytes + _worker_bytes(shape) + least * stage.kv_token_bytes) * HEADROOM
-        if _kv_room(shape, stage) < least:
+        price = stage.price
+        if _kv_room(stage) < least:
+            states = f"{_mib(price.states)} of recurrent states, " if price.states else ""
             lines.append(
-                f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {_mib(need)} on "
-                f"{stage.peer.name}: {_mib(stage.weight_bytes)} of {_weights(request)} weights, "
-                f"{_mib(least * stage.kv_token_bytes)} of KV for {least:,} tokens, "
-                f"{_mib(_worker_bytes(shape))} for the worker, 20 % headroom; it offers "
+                f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {_mib(price.need(least))} on "
+                f"{stage.peer.name}: {_mib(price.weights)} of {_weights(request)} weights, "
+                f"{_mib(least * price.kv_token)} of KV for {least:,} tokens, {states}"
+                f"{_mib(price.worker + price.workspace)} for the worker, 20 % headroom; it offers "
                 f"{_mib(stage.peer.memory_bytes)}"
             )
     return "too little memory: " + "; ".join(lines) + ". Use more stages, a smaller dtype, or raise --memory"

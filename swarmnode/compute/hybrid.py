@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from swarmnode.catalog.layer_kinds import LINEAR_ATTENTION
 from swarmnode.compute.kv_cache import StepCache
-from swarmnode.compute.supported import LINEAR_ATTENTION
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:

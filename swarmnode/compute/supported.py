@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.catalog.layer_kinds import LINEAR_ATTENTION
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ PARITY_TESTED = (
 )
 """model_types whose tokens the tests compare with transformers' own; others run if nothing below refuses them."""
 
-LINEAR_ATTENTION = "linear_attention"
-"""Layers that sum their past up in a state of fixed size (gated delta rule)."""
 _LAYER_TYPES = ("full_attention", "sliding_attention", LINEAR_ATTENTION)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _REFUSED_KEYS: Mapping[str, str] = {
@@ -88,17 +87,6 @@ def architecture_name(config: Mapping[str, Any]) -> str:
     if isinstance(names, list) and names and isinstance(names[0], str):
         return names[0]
     return str(config.get("model_type", "unknown"))
-
-
-def recurrent_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers that keep a recurrent state, by the config's list of kinds or by its interval of full attention."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR_ATTENTION)
-    count, interval = config.get("num_hidden_layers"), config.get("full_attention_interval", 4)
-    if not config.get("linear_num_key_heads") or type(count) is not int or type(interval) is not int or interval < 1:
-        return ()
-    return tuple(i for i in range(count) if (i + 1) % interval)
 
 
 def _reasons(config: Mapping[str, Any], name: str) -> Iterator[str]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.planning import stage_files
-from swarmnode.cluster.placement import LacksKernels, ModelShape, Plan, PlanRequest, plan_load
+from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
+from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
 from swarmnode.compute.supported import SCRIPTED, check_supported
@@ -53,6 +54,11 @@ def model_shape(manifest: Manifest) -> ModelShape:
         recorded_stages=manifest.num_stages,
         recorded_boundaries=manifest.boundaries,
         weightless=arch.name == SCRIPTED,
+        tied=arch.tied,
+        hidden_size=arch.hidden_size,
+        vocab_size=arch.vocab_size,
+        recurrent_layers=frozenset(arch.recurrent_layers),
+        state_values_per_layer=arch.state_values_per_layer,
     )
 
 
@@ -97,12 +103,14 @@ def plan_ring(
             end_layer=stage.end_layer,
             num_layers=layers,
             context_tokens=plan.context_tokens,
+            min_context_tokens=settings.context_tokens,
             kv_tokens=plan.kv_tokens,
             max_in_flight=min(plan.max_in_flight, settings.max_in_flight or plan.max_in_flight),
             max_waiting=_waiting_room(plan, settings),
             max_group=settings.max_batch,
             schedule=settings.schedule,
             typical_tokens=settings.typical_tokens,
+            step_costs=settings.step_costs,
         )
         for index, stage in enumerate(plan.stages)
     )
@@ -121,7 +129,6 @@ def _place(
             dtype=serving_dtype(options.dtype, manifest.dtype, method),
             in_flight=settings.in_flight,
             typical_tokens=settings.typical_tokens,
-            min_context_tokens=settings.context_tokens,
             quantization=method,
         )
         try:

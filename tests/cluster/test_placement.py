@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from swarmnode.cluster.placement import (
     ALL_CAPABILITIES,
-    HEADROOM,
     RING_CAPABILITIES,
-    WORKER_BYTES,
-    ModelShape,
     PeerResources,
     Plan,
     PlanRequest,
     plan_load,
 )
+from swarmnode.cluster.pricing import HEADROOM, WORKER_BYTES, ModelShape
 from swarmnode.errors import LoadRefused, PeerNotFound
 from swarmnode.ids import NodeId
 

@@ -9,11 +9,11 @@ import pytest
 from swarmnode.cluster.placement import (
     ALL_CAPABILITIES,
     LacksKernels,
-    ModelShape,
     PeerResources,
     PlanRequest,
     plan_load,
 )
+from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import (
     METHODS,
     SERVE_INT4_FAST,

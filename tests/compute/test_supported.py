@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swarmnode.compute.spec import StageSpec, serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_supported, recurrent_layers
+from swarmnode.compute.supported import SCRIPTED, check_supported
 from swarmnode.errors import LoadRefused
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": None}
@@ -47,20 +47,6 @@ def test_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("change", ACCEPTED, ids=str)
 def test_accepted(change: dict[str, Any]) -> None:
     check_supported(LLAMA | change)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LLAMA, ()),
-        ({"layer_types": ["linear_attention", "full_attention", "linear_attention"]}, (0, 2)),
-        ({"linear_num_key_heads": 2, "num_hidden_layers": 8}, (0, 1, 2, 4, 5, 6)),
-        ({"linear_num_key_heads": 2, "num_hidden_layers": 4, "full_attention_interval": 2}, (0, 2)),
-        ({"linear_num_key_heads": 2, "num_hidden_layers": 4, "full_attention_interval": 0}, ()),
-    ],
-)
-def test_layers_with_a_recurrent_state(config: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert recurrent_layers(config) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""What a stage of a model takes in memory, by arithmetic over the parameters that its headers list.
+
+Nothing here loads anything. Bytes per parameter follow the serving dtype or the quantization; the KV cache is priced by
+position, recurrent states by session; workspace is what one forward and the load itself need beside those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarmnode.cluster.quantization import BYTES_PER_PARAM, HEAD_BYTES_PER_PARAM, NONE
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+HEADROOM = 1.2
+"""All that is priced is multiplied by this: fragmentation, the allocator's rounding, what grows for a moment."""
+WORKER_BYTES = 350 << 20
+"""What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
+PIECE_TOKENS = 256
+"""Prompt positions that one forward reads (SWARM_SERVE_PREFILL_CHUNK's default)."""
+_ROW_WIDTHS = 16
+"""Values per position that a block has alive at once, in hidden sizes: qkv, gate and up, residuals, scores."""
+_LOGITS_ROWS = 8
+"""Rows of float32 logits that a group makes and the sampler copies."""
+_STATES_KEPT = 2
+"""A recurrent state and the one before its last forward; float32, whatever the serving dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What placement needs to know of a model; parameters per layer, values of KV per position and layer."""
+
+    layer_params: tuple[int, ...]
+    embed_params: int
+    head_params: int
+    kv_values_per_token_layer: int
+    context_tokens: int
+    recorded_stages: int
+    recorded_boundaries: tuple[int, ...] | None
+    weightless: bool = False
+    """A scripted servable: no torch, no weights."""
+    tied: bool = False
+    """The head is the embedding's table: a stage that has both holds it once, unless the head is packed."""
+    hidden_size: int = 0
+    vocab_size: int = 0
+    recurrent_layers: frozenset[int] = frozenset()
+    """These keep a state per session and no KV."""
+    state_values_per_layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """The price of layers `first` … `end`-1; `need` adds up."""
+
+    embed: int
+    layers: int
+    head: int
+    kv_token: int
+    """Per position, all sessions together."""
+    states: int
+    """Recurrent states of the sessions in flight."""
+    worker: int
+    workspace: int
+
+    @property
+    def weights(self) -> int:
+        return self.embed + self.layers + self.head
+
+    @property
+    def fixed(self) -> int:
+        """All but KV."""
+        return self.weights + self.states + self.worker + self.workspace
+
+    def need(self, kv_tokens: int) -> float:
+        """Bytes that a peer must offer."""
+        return (self.fixed + kv_tokens * self.kv_token) * HEADROOM
+
+
+def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantization: str, in_flight: int) -> StageBytes:
+    """Embeddings stay in the serving dtype on the first stage; layers and the last stage's head follow the method."""
+    size = DTYPE_BYTES[dtype]
+    is_first, is_last = first == 0, end == len(shape.layer_params)
+    head_size = HEAD_BYTES_PER_PARAM.get(quantization, size)
+    head = shape.head_params * head_size if is_last else 0
+    if shape.tied and is_first and is_last and quantization not in HEAD_BYTES_PER_PARAM:
+        head -= shape.embed_params * head_size
+    recurrent = sum(first <= layer < end for layer in shape.recurrent_layers)
+    if shape.weightless:
+        return StageBytes(0, 0, 0, shape.kv_values_per_token_layer * (end - first) * size, 0, 0, 0)
+    return StageBytes(
+        embed=shape.embed_params * size if is_first else 0,
+        layers=int(sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(quantization, size)),
+        head=int(max(head, 0)),
+        kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
+        states=recurrent * shape.state_values_per_layer * 4 * _STATES_KEPT * in_flight,
+        worker=WORKER_BYTES,
+        workspace=_workspace(shape, first, end, size, quantization),
+    )
+
+
+def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization: str) -> int:
+    """The larger of a prompt piece with its logits, and of a block in full precision while it is quantized."""
+    piece = PIECE_TOKENS * _ROW_WIDTHS * shape.hidden_size * size
+    if end == len(shape.layer_params):
+        piece += _LOGITS_ROWS * shape.vocab_size * 4
+    block = 0 if quantization == NONE or not shape.hidden_size else max(shape.layer_params[first:end]) * size
+    return max(piece, block)
