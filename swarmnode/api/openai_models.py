@@ -186,6 +186,8 @@ class LoadBody(_Shape):
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
     quantization: Annotated[str | None, BeforeValidator(_quantization)] = None
     wait: bool | None = None
+    plan: bool | None = None
+    """Only say what the load would take."""
 
 
 class UnloadBody(_Shape):

@@ -61,6 +61,7 @@ def model_load(
         typer.Option("--quantization", help="none, nf4, bnb-int8, int8 or int4-fast; else what the model records."),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the load until the model is ready.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what it would take and where; load nothing.")] = False,
     api: ApiOption = DEFAULT_API,
     token: TokenOption = None,
     json_output: JsonFlag = False,
@@ -72,6 +73,9 @@ def model_load(
     options |= {"peers": peer} if peer else {}
     options |= {"quantization": {"method": quantization}} if quantization is not None else {}
     client = ApiClient(api, token=token)
+    if plan:
+        _print_plan(client.post(model_path(model, "load"), options | {"plan": True}), json_output=json_output)
+        return
     if not wait:
         status = client.post(model_path(model, "load"), options)
     elif json_output:
@@ -123,6 +127,15 @@ def config(
     for row in rows:
         table.add_row(row["name"], row["value"], row["source"], row["role"], row["meaning"])
     console().print(table)
+
+
+def _print_plan(plan: dict[str, Any], *, json_output: bool) -> None:
+    from swarmnode.ui.plan_table import plan_view
+
+    if json_output:
+        print_json(plan)
+    else:
+        console().print(plan_view(plan))
 
 
 def _print_status(status: dict[str, Any], *, json_output: bool) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.enrolment import Enrolment
+    from swarmnode.roles.planning import PlannedRing
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.link import Channel, Hello, Identity
 
@@ -87,16 +88,20 @@ class Coordinator:
         if self._nursery is None:
             raise RuntimeError("start_load before run")
         self._epoch += 1
-        ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
-        manifest = self.registry.get(model)
-        check_architecture(self.registry, manifest)
-        offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
-        planned = plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
+        planned = self.plan_load(model, options)
         ring = LoadedRing(planned, self.post, self._ring_over)
         self.rings[ring.ring] = ring
         self.ended.pop(model, None)
         self._nursery.start_soon(ring.run)
         return ring
+
+    def plan_load(self, model: ModelId, options: LoadOptions) -> PlannedRing:
+        """What a load would be; raises as `start_load` and changes nothing."""
+        ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
+        manifest = self.registry.get(model)
+        check_architecture(self.registry, manifest)
+        offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
+        return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
 
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]

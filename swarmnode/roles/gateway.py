@@ -14,6 +14,7 @@ from swarmnode.cluster.membership import NodeState
 from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, StageLost
 from swarmnode.ids import ModelId, RequestId
 from swarmnode.ring.work import Sampling
+from swarmnode.roles.plan_report import plan_report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -92,6 +93,10 @@ class Gateway:
                 await ring.over.wait()
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
         return self.status(model)
+
+    def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
+        model_id = self._coordinator.registry.get(model).model_id
+        return plan_report(self._coordinator.plan_load(model_id, options))
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id

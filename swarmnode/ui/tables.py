@@ -41,11 +41,11 @@ def models_table(answer: Mapping[str, Any]) -> RenderableType:
     table = FittedTable("MODEL", "STATE", "PARAMETERS", ">SIZE", "DTYPE?", ">CONTEXT?", ">LAYERS?", ">SHARDS?")
     for model in sorted(models, key=lambda model: str(model.get("id"))):
         table.add_row(
-            _text(model.get("id")),
+            literal(model.get("id")),
             _state(model.get("state")),
             quantities.parameters(model.get("parameters")),
             quantities.size(model.get("size_bytes")),
-            _text(model.get("dtype")),
+            literal(model.get("dtype")),
             quantities.count(model.get("context_tokens")),
             quantities.count(model.get("layers")),
             quantities.count(model.get("num_stages")),
@@ -90,13 +90,13 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
         stages = node.get("stages")
         silence_s = node.get("silence_s")
         table.add_row(
-            _text(node.get("name") or node.get("node")),
+            literal(node.get("name") or node.get("node")),
             _state(node.get("state")),
-            _text("+".join(node.get("roles") or []) or None),
+            literal("+".join(node.get("roles") or []) or None),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),
-            _text(node.get("address")),
-            _text(node.get("device")),
+            literal(node.get("address")),
+            literal(node.get("device")),
             "-" if silence_s is None else f"{silence_s:.1f} s",
             quantities.count(node.get("threads")),
         )
@@ -126,7 +126,7 @@ def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
     for stage in stages:
         table.add_row(
             quantities.count(stage.get("stage")),
-            _text(stage.get("peer") or stage.get("node")),
+            literal(stage.get("peer") or stage.get("node")),
             quantities.layers(stage.get("layers")),
             _phase(stage),
             quantities.count(stage.get("sessions")),
@@ -159,7 +159,7 @@ def _state(state: object) -> Text:
     return Text("-" if state is None else str(state), style=STATE_STYLES.get(str(state), ""))
 
 
-def _text(value: object) -> Text:
+def literal(value: object) -> Text:
     """Literal: a node may call itself `[red]`, and control characters must not reach the terminal."""
     shown = "-" if value is None else str(value)
     return Text("".join(char if char.isprintable() else "?" for char in shown))

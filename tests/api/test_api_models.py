@@ -92,6 +92,12 @@ async def test_load_refuses_what_it_cannot_mean(gateway: Any, body: Any, param: 
     assert gateway.backend.loads == []
 
 
+async def test_l5_a_plan_loads_nothing(gateway: Any) -> None:
+    reply = await gateway.client.post("/api/v1/models/replay-1/load", json={"plan": True, "num_stages": 2})
+    assert (reply.status_code, reply.json()["state"]) == (200, "planned")
+    assert gateway.backend.loads == []
+
+
 async def test_a_refused_load_keeps_its_numbers(gateway: Any, monkeypatch: Any) -> None:
     async def refuse(model: str, options: LoadOptions) -> Any:
         raise LoadRefused("5 stages, the model has 4 layers", param="num_stages")

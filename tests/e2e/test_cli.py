@@ -104,6 +104,14 @@ def test_stages_peers_and_dtype_of_a_load(swarm: Swarm) -> None:
     assert json_of(swarm, "model-unload", MODEL, "--force")["state"] == "available"
 
 
+def test_l5_a_plan_names_peers_and_bytes_and_loads_nothing(swarm: Swarm) -> None:
+    plan = json_of(swarm, "model-load", MODEL, "--plan", "--stages", 3)
+    assert [stage["stage"] for stage in plan["stages"]] == [0, 1, 2]
+    assert all(stage["need_bytes"] <= stage["offered_bytes"] for stage in plan["stages"])
+    assert swarm.status(MODEL)["state"] == "available"
+    assert "nothing is loaded" in command(swarm, "model-load", MODEL, "--plan")
+
+
 def test_a_load_that_does_not_wait_answers_at_once(swarm: Swarm) -> None:
     status = json_of(swarm, "model-load", MODEL)
     assert status["state"] == "loading"

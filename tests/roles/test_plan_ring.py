@@ -14,6 +14,7 @@ from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
+from swarmnode.roles.plan_report import plan_report
 from swarmnode.roles.planning import PlannedRing, plan_ring
 
 if TYPE_CHECKING:
@@ -155,3 +156,13 @@ def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(sett
     small = [replace(offer, memory_bytes=1 << 20) for offer in without(SERVE_QUANTIZED)]
     with pytest.raises(LoadRefused, match=r"cannot hold nf4 weights: .* and with none: too little memory: stage 0"):
         plan_ring(MANIFEST, LoadOptions(quantization="nf4"), small, settings, RingId("r1"), 3)
+
+
+def test_l5_a_plan_adds_up_to_what_a_stage_needs(settings: Settings) -> None:
+    report = plan_report(plan(LoadOptions(), settings))
+    assert (report["id"], report["state"], len(report["stages"])) == ("tiny", "planned", 2)
+    for stage, peer in zip(report["stages"], PEERS, strict=False):
+        parts = [stage[f"{part}_bytes"] for part in ("weight", "kv", "state", "worker", "workspace", "headroom")]
+        assert stage["need_bytes"] == sum(parts)
+        assert stage["weight_bytes"] == sum(stage[f"{part}_bytes"] for part in ("embedding", "layer", "head"))
+        assert (stage["offered_bytes"], stage["peer"]) == (peer.memory_bytes, peer.name)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from swarmnode.ui import quantities
 from swarmnode.ui.load_progress import load_lines, load_view
+from swarmnode.ui.plan_table import plan_view
 from swarmnode.ui.tables import NO_MODELS, NO_RINGS, models_table, ps_view, status_view
 
 if TYPE_CHECKING:
@@ -210,3 +211,17 @@ def test_parameters(value: int | None, text: str) -> None:
 
 def test_layer_ranges() -> None:
     assert [quantities.layers(pair) for pair in ([0, 14], [3, 3], None, [])] == ["0-14", "3", "-", "-"]
+
+
+def test_l5_a_plan_says_what_every_stage_needs_part_by_part() -> None:
+    stage = {"stage": 0, "peer": "pc-1", "layers": [0, 14], "need_bytes": 900 << 20, "offered_bytes": 2 << 30}
+    stage |= {"layer_bytes": 150 << 20, "kv_bytes": 90 << 20, "headroom_bytes": 150 << 20}
+    plan = {"id": "m", "dtype": "bfloat16", "quantization": "nf4", "context_tokens": 2048, "kv_tokens": 4096}
+    plan |= {"max_in_flight": 4, "notice": "served with nf4", "stages": [stage]}
+    lines = shown(plan_view(plan), width=200).splitlines()
+    assert lines[0] == (
+        "m planned, nothing is loaded  bfloat16 · nf4 · context 2,048 · KV for 4,096 tokens · 4 in flight"
+    )
+    assert all(text in lines[-2] for text in ("pc-1", "0-14", "900 MiB", "2.0 GiB", "150 MiB", "90.0 MiB"))
+    assert lines[-1] == "served with nf4"
+    assert "900 MiB" in shown(plan_view(plan), width=70)

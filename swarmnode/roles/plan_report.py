@@ -1,0 +1,48 @@
+"""A planned ring as JSON: what each stage would take, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarmnode.cluster.placement import StagePlan
+    from swarmnode.roles.planning import PlannedRing
+
+
+def plan_report(planned: PlannedRing) -> dict[str, Any]:
+    """The answer to a load with `plan`."""
+    plan = planned.plan
+    return {
+        "id": planned.specs[0].model,
+        "state": "planned",
+        "dtype": planned.dtype,
+        "quantization": planned.quantization,
+        "notice": planned.notice,
+        "context_tokens": plan.context_tokens,
+        "kv_tokens": plan.kv_tokens,
+        "max_in_flight": plan.max_in_flight,
+        "stages": [_stage(index, stage, plan.kv_tokens) for index, stage in enumerate(plan.stages)],
+    }
+
+
+def _stage(index: int, stage: StagePlan, kv_tokens: int) -> dict[str, Any]:
+    price = stage.price
+    need = int(price.need(kv_tokens))
+    kv_bytes = kv_tokens * price.kv_token
+    return {
+        "stage": index,
+        "peer": stage.peer.name,
+        "node": stage.peer.node,
+        "layers": [stage.first_layer, stage.end_layer - 1],
+        "weight_bytes": price.weights,
+        "embedding_bytes": price.embed,
+        "layer_bytes": price.layers,
+        "head_bytes": price.head,
+        "kv_bytes": kv_bytes,
+        "state_bytes": price.states,
+        "worker_bytes": price.worker,
+        "workspace_bytes": price.workspace,
+        "headroom_bytes": need - price.fixed - kv_bytes,
+        "need_bytes": need,
+        "offered_bytes": stage.peer.memory_bytes,
+    }
