@@ -97,6 +97,12 @@ class Overloaded(SwarmError):
     code, status, retryable = "overloaded", 503, True
 
 
+class Gone(SwarmError):
+    """What the request is about has ended; whoever works for it can stop."""
+
+    code, status = "gone", 410
+
+
 class StaleTerm(SwarmError):
     """Said by a coordinator that has a successor."""
 

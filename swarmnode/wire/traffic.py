@@ -22,8 +22,8 @@ class Counts:
     frames_out: int = 0
     bytes_out: int = 0
 
-    def took(self, n_bytes: int) -> None:
-        self.frames_in += 1
+    def took(self, n_bytes: int, frames: int = 1) -> None:
+        self.frames_in += frames
         self.bytes_in += n_bytes
 
     def add(self, other: Counts) -> None:
@@ -32,8 +32,8 @@ class Counts:
         self.frames_out += other.frames_out
         self.bytes_out += other.bytes_out
 
-    def gave(self, n_bytes: int) -> None:
-        self.frames_out += 1
+    def gave(self, n_bytes: int, frames: int = 1) -> None:
+        self.frames_out += frames
         self.bytes_out += n_bytes
 
 
