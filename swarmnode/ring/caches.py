@@ -64,6 +64,12 @@ class Caches:
         self._freed.append(parked.id)
         self._leave(parked.id, Drop(parked.id, parked.gen), now)
 
+    def forget(self, parked: Parked) -> None:
+        """No stage needs to be told: a reset did not name it."""
+        self._parking.remove(parked)
+        self._freed.append(parked.id)
+        self._budget.release(parked.id)
+
     def starts_from(self, source: Parked, *, move: bool) -> None:
         """A session will continue it: a source of copies stays until the copy was made."""
         if not move:

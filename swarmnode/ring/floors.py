@@ -24,6 +24,10 @@ class Floors:
     def __contains__(self, session: SessionId) -> bool:
         return session in self._seen
 
+    def stands(self, session: SessionId, gen: int) -> bool:
+        """Whether this very one was said on a lane already."""
+        return gen in self._seen.get(session, ())
+
     def covers(self, session: SessionId, gen: int) -> bool:
         return gen <= max(self._seen.get(session, ()), default=-1)
 

@@ -45,7 +45,6 @@ from swarmnode.ring.messages import (
     Row,
     Tokens,
 )
-from swarmnode.ring.probes import Probes
 from swarmnode.ring.progress import END_SLACK, ProgressDeadline
 from swarmnode.ring.relinking import Relinking
 from swarmnode.ring.session import Phase, Session
@@ -73,7 +72,6 @@ class Head:
         self._by_request: dict[RequestId, Session] = {}
         self._plan = TurnPlan(schedule or make_schedule(config, self.costs), self._sessions)
         self._next_id = 1
-        self._probes = Probes()
         self._relinking = Relinking()
         self._outgoing: list[Envelope] = []
         self._events: list[HeadEvent] = []
@@ -293,9 +291,10 @@ class Head:
             case Ended(session=session_id, gen=gen):
                 self._caches.left(session_id, gen, now)
             case Probe(nonce=nonce, lane=lane):
-                self._probe_returned(nonce, lane, now)
+                if probed := self._relinking.probe_returned(nonce, lane, now):
+                    self._probed(probed)
             case Reset(below=below, keep=keep):
-                self._reset_returned(below, keep, now)
+                self._reset_returned(below, keep)
             case Broken(stage=stage):
                 self._break(f"stage {stage} lost its neighbour", now)
 
@@ -387,7 +386,6 @@ class Head:
             for session in list(self._sessions.values()):
                 self._refuse(session, "stage_lost", f"{why}; {RELINKING}", now)
             self._caches.lose(now)
-        self._probes.forget()
         self._outgoing.clear()
 
     # probes and resets
@@ -397,33 +395,34 @@ class Head:
             self._relinking.mended()
             self._events.append(Probed(nonce, 0.0))
             return
-        if not self._relinking.serving:
-            self._probes.forget()  # those of an earlier try, with whatever took them
-        self._outgoing += self._probes.start(nonce, now)
+        self._outgoing += self._relinking.probe(nonce, now)
 
-    def _probe_returned(self, nonce: int, lane: str, now: float) -> None:
+    def _probed(self, probed: Probed) -> None:
         """A ring that was lost is reset before it counts as probed: its stages may hold what nobody else does."""
-        round_ms = self._probes.returned(nonce, lane, now)
-        if round_ms is None:
-            return
-        self.costs.observe_road(round_ms)
-        probed = Probed(nonce, round_ms)
+        self.costs.observe_road(probed.round_ms)
         if self._relinking.serving:
             self._events.append(probed)
-            return
-        below = SessionId(self._next_id)
-        self._next_id += 1  # so that no two resets have the same name
-        self._relinking.resets(below, probed)
-        self._outgoing.append(Envelope("act", Reset(below, self.admission.parking.ids)))
+        else:
+            self._reset(probed)
 
-    def _reset_returned(self, below: SessionId, keep: tuple[SessionId, ...], now: float) -> None:
-        """What came back is parked on every stage; the rest some stages may still hold, so it is told to go."""
-        probed = self._relinking.returned(below)
+    def _reset(self, probed: Probed) -> None:
+        below = SessionId(self._next_id)
+        self._next_id += 1  # so that no two resets look alike
+        self._outgoing.append(self._relinking.reset(below, self.admission.parking.ids, probed))
+
+    def _reset_returned(self, below: SessionId, keep: tuple[SessionId, ...]) -> None:
+        """What came back is parked on every stage. The rest is forgotten; the stages that still hold it hear of that
+        by one more reset, which names only what all of them have."""
+        probed = self._relinking.reset_returned(below)
         if probed is None:
             return
-        for parked in self.admission.parking:
-            if parked.id not in keep:
-                self._caches.drop(parked, now)
+        lacking = [parked for parked in self.admission.parking if parked.id not in keep]
+        for parked in lacking:
+            self._caches.forget(parked)
+        if lacking:
+            self._reset(probed)
+            return
+        self._relinking.mended()
         self._events.append(probed)
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from swarmnode.ring.head_messages import Probed
+from swarmnode.ring.messages import Envelope, Reset
+from swarmnode.ring.probes import Probes
 
 if TYPE_CHECKING:
     from swarmnode.ids import SessionId
-    from swarmnode.ring.head_messages import Probed
-
-
-@dataclass(frozen=True, slots=True)
-class _Reset:
-    below: SessionId
-    probed: Probed
 
 
 class Relinking:
@@ -21,22 +17,35 @@ class Relinking:
 
     def __init__(self) -> None:
         self.serving = True
-        self._reset: _Reset | None = None
+        self._probes = Probes()
+        self._awaited: tuple[SessionId, Probed] | None = None
+        """The reset that is going round, by its `below`, and the probe to report once it is back."""
 
     def broke(self) -> None:
-        self.serving, self._reset = False, None
-
-    def resets(self, below: SessionId, probed: Probed) -> None:
-        """A reset goes round; `probed` is what will be reported when it is back."""
-        self._reset = _Reset(below, probed)
-
-    def returned(self, below: SessionId) -> Probed | None:
-        """The ring serves again; None for a reset of an earlier try."""
-        reset = self._reset
-        if reset is None or reset.below != below:
-            return None
-        self.mended()
-        return reset.probed
+        self.serving, self._awaited = False, None
+        self._probes.forget()
 
     def mended(self) -> None:
-        self.serving, self._reset = True, None
+        self.serving, self._awaited = True, None
+
+    def probe(self, nonce: int, now: float) -> list[Envelope]:
+        """What to send; while the ring is lost only the newest probe counts: earlier ones went with their links."""
+        if not self.serving:
+            self.broke()
+        return self._probes.start(nonce, now)
+
+    def probe_returned(self, nonce: int, lane: str, now: float) -> Probed | None:
+        """The probe, once it is back on both lanes."""
+        round_ms = self._probes.returned(nonce, lane, now)
+        return None if round_ms is None else Probed(nonce, round_ms)
+
+    def reset(self, below: SessionId, keep: tuple[SessionId, ...], probed: Probed) -> Envelope:
+        """What to send; `below` is no other reset's."""
+        self._awaited = below, probed
+        return Envelope("act", Reset(below, keep))
+
+    def reset_returned(self, below: SessionId) -> Probed | None:
+        """The probe that asked for this reset; None for a reset of an earlier try."""
+        if self._awaited is None or self._awaited[0] != below:
+            return None
+        return self._awaited[1]

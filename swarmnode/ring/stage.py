@@ -73,7 +73,8 @@ class Stage:
         """Positions of every session that is parked here."""
         self._floors = Floors()
         self._below = SessionId(0)
-        """Of the last reset: older sessions are over."""
+        """Of the last reset: older sessions are over, but for those it kept."""
+        self._kept: frozenset[SessionId] = frozenset()
         self._groups: deque[_Queued] = deque()
         self._pieces: deque[_Queued] = deque()
         self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
@@ -182,8 +183,8 @@ class Stage:
         if start is not None:
             length = min(start.length, self._parked.get(start.source, 0))
         if row.pos > length:
-            what = "a cache" if start is None else f"session {start.source}, parked here with"
-            self._fail(row.session, row.gen, CacheGap.code, f"position {row.pos} follows {what} of {length}")
+            past = f"a cache of {length}" if start is None else f"session {start.source}, of which {length} are parked"
+            self._fail(row.session, row.gen, CacheGap.code, f"position {row.pos} follows {past}")
             return False
         if start is not None and start.move:
             del self._parked[start.source]
@@ -235,7 +236,10 @@ class Stage:
 
     def _end(self, end: End | Drop, lane: str) -> None:
         session, gen = end.session, end.gen if isinstance(end, Drop) else EVERY_GEN
-        self._give_back(session, gen, end.park if isinstance(end, End) else 0)
+        if session < self._below and session not in self._kept:
+            return  # from before the reset, on a lane that was slower than its
+        if not self._floors.stands(session, gen):
+            self._give_back(session, gen, end.park if isinstance(end, End) else 0)
         for queued in (*self._groups, *self._pieces):
             queued.ended[session] = max(gen, queued.ended.get(session, gen))
         if not self.is_last:
@@ -265,7 +269,7 @@ class Stage:
         self._floors.clear()
         self._groups.clear()
         self._pieces.clear()
-        self._below = reset.below
+        self._below, self._kept = reset.below, frozenset(keep)
         self._send_on("act", Reset(reset.below, keep))
 
     def _report(self, failed: Mapping[SessionId, Failure]) -> None:

@@ -127,6 +127,19 @@ def test_where_a_copy_has_no_room_the_parked_one_is_taken_over() -> None:
     world.check_the_end()
 
 
+def test_one_that_is_being_copied_from_is_neither_taken_over_nor_sent_away() -> None:
+    world = reusing(2, kv_tokens=200, context_tokens=200)
+    first = chat(world, "first", SYSTEM, 3)
+    world.ask(request("copies", (*SYSTEM, 90), 9))
+    world.ask(request("goes-on", (*first, 91), 9))
+    world.ask(request("waits", tuple(range(500, 550)), 60))
+    world.run_until_quiet()
+    assert starts(world)[1:3] == [Continuation(1, 40, move=False), Continuation(1, 42, move=False)]
+    copied_s = max(world.outcomes[name].token_times_s[0] for name in ("copies", "goes-on"))
+    assert min(at for at, _, e in world.sent if isinstance(e.message, Drop)) >= copied_s
+    world.check_the_end()
+
+
 def test_parked_ones_leave_for_who_waits_the_least_recently_used_first() -> None:
     world = reusing(3, kv_tokens=160, context_tokens=160)
     for i in range(3):
@@ -154,10 +167,11 @@ def test_parked_ones_leave_before_anyone_is_paused() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("at_ms", range(0, 130, 7))
+@pytest.mark.parametrize("at_ms", range(0, 330, 15))
 def test_a_cancel_at_any_moment_of_a_continuation_leaves_nothing(num_stages: int, at_ms: int) -> None:
-    """Moved on some stages, still parked on others: both are told to go."""
+    """Pieces are slow, ends are not: moved on some stages, still parked on others; both are told to go."""
     world = reusing(num_stages, prefill_chunk=32)
+    world.links = [Link(0.01, bytes_per_s=2000)] * num_stages
     first = chat(world, "first", SYSTEM, 3)
     chat(world, "other", (*SYSTEM, 3), 3)
     begin_s = world.now_s
@@ -260,6 +274,7 @@ def test_no_more_are_parked_than_a_reset_can_name() -> None:
     cancels=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 1500)), max_size=3),
     latency_ms=st.lists(st.sampled_from([0, 1, 15, 120]), min_size=4, max_size=4),
     jitter_ms=st.sampled_from([0, 25]),
+    bytes_per_s=st.sampled_from([None, 2000]),
     chunk=st.sampled_from([0, 7, 32]),
     max_in_flight=st.integers(1, 5),
     schedule=st.sampled_from(["cost", "source"]),
@@ -274,6 +289,7 @@ def test_conversations_of_any_kind_keep_their_tokens_and_the_memory_its_bounds(
     cancels: list[tuple[int, int]],
     latency_ms: list[int],
     jitter_ms: int,
+    bytes_per_s: float | None,
     chunk: int,
     max_in_flight: int,
     schedule: str,
@@ -291,7 +307,7 @@ def test_conversations_of_any_kind_keep_their_tokens_and_the_memory_its_bounds(
         prefix_reuse=True,
         exact_prefix=exact,
     )
-    links = [Link(ms / 1e3, jitter_ms / 1e3) for ms in latency_ms[:num_stages]]
+    links = [Link(ms / 1e3, jitter_ms / 1e3, bytes_per_s) for ms in latency_ms[:num_stages]]
     world = ChainWorld(config, links=links, eos_every=eos_every)
     for i, at_ms in cancels:
         world.cancel(f"r{i}", at_ms / 1e3)

@@ -7,11 +7,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.ids import SessionId
-from swarmnode.ring.messages import End, Ended, Envelope, Failed, Group, Piece, Probe, RingMessage, Row, Tokens
+from swarmnode.ring.messages import (
+    Drop,
+    End,
+    Ended,
+    Envelope,
+    Failed,
+    Group,
+    Piece,
+    Probe,
+    Reset,
+    RingMessage,
+    Row,
+    Tokens,
+)
 from swarmnode.ring.stage import Stage
-from swarmnode.ring.work import Activation, Failure, GroupWork, PieceWork, WorkResult
+from swarmnode.ring.work import Activation, Continuation, Failure, GroupWork, PieceWork, WorkResult
 
 ONE, TWO = SessionId(1), SessionId(2)
+
+
+THREE = SessionId(3)
+EMPTY = {"sessions": 0, "parked": 0, "floors": 0, "queued": 0}
 
 
 def rows(count: int) -> Activation:
@@ -145,6 +162,121 @@ def test_an_end_during_the_forward_drops_its_result() -> None:
     assert stage.outgoing() == [Envelope("tok", Tokens((Row(TWO, 0, 4),), (9,), (0.0,)))]
 
 
+def both_lanes(stage: Stage, message: RingMessage) -> None:
+    for lane in ("act", "pre"):
+        stage.receive(Envelope(lane, message), 0.0)
+
+
+def continuing(session: SessionId, start: Continuation, n: int = 2, gen: int = 0) -> Piece:
+    return Piece(session, gen, start.length, (5,) * n, False, rows(n), start=start)
+
+
+@pytest.mark.parametrize("order", [("act", "pre"), ("pre", "act")])
+def test_a_drop_frees_up_to_its_gen_and_is_answered_with_it(order: tuple[str, str]) -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 4))
+    stage.outgoing()
+    stage.receive(Envelope("pre", piece(ONE, 4, 2)), 0.0)
+    stage.receive(Envelope(order[0], Drop(ONE, 0)), 0.0)
+    assert stage.freed() == [ONE]
+    assert run(stage, group((ONE, 0, 4))) == []
+    stage.receive(Envelope(order[1], Drop(ONE, 0)), 0.0)
+    assert stage.outgoing() == [Envelope("tok", Ended(ONE, 0))]
+    assert stage.snapshot() == EMPTY
+    assert len(run(stage, piece(ONE, 0, 3, gen=1))) == 1
+    assert ONE not in stage.freed()
+
+
+def test_a_drop_that_is_late_leaves_the_next_gen_alone() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 4))
+    stage.receive(Envelope("pre", Drop(ONE, 0)), 0.0)
+    stage.freed()
+    assert len(run(stage, piece(ONE, 0, 3, gen=1))) == 1, "the floor is that of the generation before"
+    stage.receive(Envelope("act", Drop(ONE, 0)), 0.0)
+    assert stage.freed() == []
+    assert len(run(stage, group((ONE, 1, 3)))) == 1
+
+
+@pytest.mark.parametrize("move", [True, False])
+def test_a_parked_session_is_continued_once_moved_as_often_as_copied(move: bool) -> None:
+    stage = Stage(1, 3)
+    run(stage, piece(ONE, 0, 6))
+    both_lanes(stage, End(ONE, park=5))
+    assert stage.freed() == []
+    assert stage.snapshot() == EMPTY | {"parked": 1}
+    stage.outgoing()
+    start = Continuation(ONE, 4, move)
+    (work,) = run(stage, continuing(TWO, start))
+    assert isinstance(work, PieceWork)
+    assert (work.start, work.pos) == (start, 4)
+    (sent,) = stage.outgoing()
+    assert isinstance(sent.message, Piece)
+    assert sent.message.start == start
+    assert len(run(stage, group((TWO, 0, 6)))) == 1
+    stage.outgoing()
+    again = run(stage, continuing(THREE, start))
+    assert [f.code for f in failures(stage)] == (["cache_gap"] if move else [])
+    assert len(again) == (not move)
+    assert stage.snapshot()["parked"] == (not move)
+
+
+@pytest.mark.parametrize("park", [0, 7])
+def test_what_is_not_there_as_long_as_was_said_is_freed_not_parked(park: int) -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 6))
+    both_lanes(stage, End(ONE, park))
+    assert stage.freed() == [ONE]
+    assert stage.snapshot() == EMPTY
+
+
+def test_a_start_beyond_what_is_parked_is_a_gap() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 6))
+    both_lanes(stage, End(ONE, park=5))
+    stage.outgoing()
+    assert run(stage, continuing(TWO, Continuation(ONE, 6, True))) == []
+    (failed,) = failures(stage)
+    assert failed.code == "cache_gap"
+    assert failed.message == "stage 1: position 6 follows session 1, of which 5 are parked"
+    assert stage.snapshot()["parked"] == 1
+
+
+def test_parked_ones_are_dropped_and_nothing_runs_for_them() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 6))
+    both_lanes(stage, End(ONE, park=6))
+    assert run(stage, group((ONE, 0, 6)), piece(ONE, 6, 2, gen=1)) == []
+    both_lanes(stage, Drop(ONE, 0))
+    assert stage.freed() == [ONE]
+    assert [e.message for e in stage.outgoing()][-2:] == [Ended(ONE), Ended(ONE, 0)]
+    assert stage.snapshot() == EMPTY
+
+
+def test_a_reset_keeps_what_is_parked_strikes_what_is_not_and_forgets_the_rest() -> None:
+    stage = Stage(1, 3)
+    for session in (ONE, TWO, THREE):
+        run(stage, piece(session, 0, 6))
+    both_lanes(stage, End(ONE, park=6))
+    both_lanes(stage, End(TWO, park=6))
+    stage.receive(Envelope("act", group((THREE, 0, 6))), 0.0)
+    stage.receive(Envelope("act", End(SessionId(4))), 0.0)
+    stage.outgoing()
+    stage.receive(Envelope("act", Reset(SessionId(6), (ONE, SessionId(5)))), 0.0)
+    assert stage.outgoing() == [Envelope("act", Reset(SessionId(6), (ONE,)))]
+    assert sorted(stage.freed()) == [TWO, THREE]
+    assert stage.snapshot() == EMPTY | {"parked": 1}
+    stage.receive(Envelope("pre", End(SessionId(4))), 0.0)
+    assert run(stage, piece(THREE, 0, 6, gen=3), piece(TWO, 0, 6, gen=3), group((THREE, 3, 0))) == []
+    assert stage.outgoing() == [], "late frames of sessions before the reset"
+    assert stage.snapshot() == EMPTY | {"parked": 1}
+    assert len(run(stage, continuing(SessionId(6), Continuation(ONE, 6, True)))) == 1
+    stage.outgoing()
+    both_lanes(stage, Drop(ONE, 0))
+    assert len(stage.outgoing()) == 2, "one that was kept may still be told to go"
+    assert stage.snapshot() == EMPTY | {"sessions": 1}
+
+
 def test_a_middle_stage_passes_ends_on_and_never_answers_them() -> None:
     stage = Stage(1, 3)
     for lane in ("act", "pre"):
@@ -203,7 +335,10 @@ def frames(draw: st.DrawFn) -> list[Envelope]:
     message = st.one_of(
         st.builds(piece, session, pos, n, gen),
         st.lists(part, min_size=1, max_size=3, unique_by=lambda p: p[0]).map(lambda parts: group(*parts)),
-        st.builds(End, session),
+        st.builds(End, session, st.integers(0, 6)),
+        st.builds(Drop, session, gen),
+        st.builds(Reset, session, st.lists(session, max_size=2).map(tuple)),
+        st.builds(continuing, session, st.builds(Continuation, session, st.integers(1, 6), st.booleans()), n, gen),
     )
     lane = st.sampled_from(["act", "pre"])
     return draw(st.lists(st.builds(Envelope, lane, message), max_size=30))
@@ -223,6 +358,9 @@ def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], tak
             return False
         parts = [(work.session, work.pos, len(work.ids))] if isinstance(work, PieceWork) else []
         parts += [(r.session, r.pos, 1) for r in work.rows] if isinstance(work, GroupWork) else []
+        if isinstance(work, PieceWork) and work.start is not None:
+            start = work.start
+            caches[work.session] = min(start.length, caches.pop(start.source) if start.move else caches[start.source])
         for session, pos, n in parts:
             assert pos <= caches.get(session, 0)
             caches[session] = pos + n
@@ -239,17 +377,17 @@ def test_works_never_leave_a_gap_whatever_the_frames(frames: list[Envelope], tak
     while turn():
         pass
     assert stage.snapshot()["queued"] == 0
-    assert set(caches) <= set(stage._held)
-    assert not any(session in stage._floors for session in caches)
+    assert set(caches) <= set(stage._held) | set(stage._parked)
+    assert all(caches[session] >= length for session, length in stage._parked.items())
 
 
 def test_a_stage_gives_every_session_a_step_between_two_pieces() -> None:
-    stage, three = Stage(1, 2), SessionId(3)
-    run(stage, piece(ONE, 0, 1), piece(three, 0, 1))
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 1), piece(THREE, 0, 1))
     for i in range(4):
         stage.receive(Envelope("pre", piece(TWO, i, 1)), 0.0)
     stage.receive(Envelope("act", group((ONE, 0, 1))), 0.0)
-    stage.receive(Envelope("act", group((three, 0, 1))), 0.0)
+    stage.receive(Envelope("act", group((THREE, 0, 1))), 0.0)
     ran, pos = "", 2
     while (work := stage.next_work(0.0)) is not None:
         is_piece = isinstance(work, PieceWork)
