@@ -10,7 +10,8 @@ import trio
 from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
 from swarmnode.wire import h2_session as h2s
 from swarmnode.wire import limits
-from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, WRITE_S
+from swarmnode.wire.carried import CarriedStream
+from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, FRAME_S, WRITE_S
 from swarmnode.wire.frames import FrameDecoder, encode, frame_size
 from swarmnode.wire.link import Channel
 from swarmnode.wire.prompt import PromptStream
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
 _CANCEL = 0x8
 SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
+NOT_FOR_IT, TOO_MANY = 403, 429
+"""Statuses that turn a channel down: by who asks, by how many connections it has."""
 _REFUSALS = {
-    403: "to this node: it was removed from the swarm (it can join again only with a new --data-dir and a new token), "
-    "or its certificate is not for that"
+    NOT_FOR_IT: "to this node: it was removed from the swarm (it can join again only with a new --data-dir and a new "
+    "token), or its certificate is not for that",
+    TOO_MANY: f"to this node: it has {limits.MAX_MEMBER_CONNECTIONS} connections there, or {limits.MAX_CHANNELS} "
+    "channels on this one, as many as a node may",
 }
 
 
@@ -46,6 +51,8 @@ class DirectChannel(Channel):
         self._arrived = trio.Event()
         self._ended = False
         self._broken: SwarmError | None = None
+        self._slow: tuple[float, int] | None = None
+        """While a frame is awaited that has begun: since when, and from how many of its bytes on."""
         self._unreadable: ProtocolError | None = None
         """Nothing after a bad frame can be read, but the other side can still be told why."""
 
@@ -79,8 +86,22 @@ class DirectChannel(Channel):
             elif self._broken is not None:
                 raise type(self._broken)(self._broken.message)
             else:
-                await self._arrived.wait()
+                await self._more()
         return self._unless_refused(self._frames.popleft())
+
+    async def _more(self) -> None:
+        """Wait for bytes: without end between two frames, with a minimum rate inside one."""
+        if not self._decoder.buffered:
+            await self._arrived.wait()
+            return
+        if self._slow is None or self._decoder.buffered - self._slow[1] >= limits.SLOWEST_FRAME_BYTES:
+            self._slow = trio.current_time(), self._decoder.buffered
+        with trio.move_on_at(self._slow[0] + FRAME_S) as waiting:
+            await self._arrived.wait()
+        if waiting.cancelled_caught:
+            raise LinkBroken(
+                f"a frame stopped coming: {self._decoder.buffered} bytes of it, then too few in {FRAME_S:g} s"
+            )
 
     async def flush(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -114,6 +135,7 @@ class DirectChannel(Channel):
         if self._broken is not None:
             raise type(self._broken)(self._broken.message)
         encoded = encode(frame)
+        self._connection.note_frame()
         self._connection.session.send(self._id, *encoded)
         size = frame_size(encoded)
         self.counts.gave(size)
@@ -132,6 +154,8 @@ class DirectChannel(Channel):
             return
         self.counts.bytes_in += len(data.data)
         self.counts.frames_in += len(frames)
+        if frames:
+            self._slow = None
         self._frames.extend(frames)
 
     def _check_whole(self) -> None:
@@ -182,6 +206,8 @@ class Connection:
         self.session = h2s.H2Session(client=client, stranger=stranger, window_bytes=window_bytes)
         self._stream = stream
         self._bytes = stream if isinstance(stream, TlsStream) else PromptStream(stream)
+        carrier = stream.transport if isinstance(stream, TlsStream) else stream
+        self._carrier = carrier if isinstance(carrier, CarriedStream) else None
         self._on_open = on_open
         self._channels: dict[h2s.ChannelId, DirectChannel] = {}
         self._wake = trio.Event()
@@ -232,6 +258,11 @@ class Connection:
                 await self.written()
             self._close_after_writing()
             await self._ended.wait()
+
+    def note_frame(self) -> None:
+        """One more is about to be written."""
+        if self._carrier is not None:
+            self._carrier.note_frames(1)
 
     def wake_writer(self) -> None:
         if self.session.wants_write or self._closing:
@@ -307,6 +338,9 @@ class Connection:
         kind = event.path.removeprefix(h2s.PATH_PREFIX)
         if self._on_open is None or kind == event.path:
             self.session.accept(event.channel, 404)
+            return
+        if event.one_too_many:
+            self.session.accept(event.channel, TOO_MANY)
             return
         channel = DirectChannel(self, event.channel, kind)
         self._channels[event.channel] = channel

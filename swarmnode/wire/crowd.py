@@ -22,18 +22,21 @@ MAX_SOURCES = 4096
 
 
 class Crowd:
-    """Whoever holds a place has shown nothing yet; one source cannot take them all."""
+    """Places for connections, of which one source cannot take all. A source is an address, or the node it proved."""
 
-    def __init__(self, places: int, per_source: int) -> None:
+    def __init__(self, places: float, per_source: int) -> None:
         self._places = places
         self._per_source = per_source
         self._held: Counter[str] = Counter()
 
+    def has_room(self, source: str) -> bool:
+        return self._held.total() < self._places and self._held[source] < self._per_source
+
     @contextmanager
     def place(self, source: str) -> Iterator[None]:
         """Hold a place for the block; raises Overloaded where there is none."""
-        if self._held.total() >= self._places or self._held[source] >= self._per_source:
-            raise Overloaded(f"too many connections from {source} are shaking hands at once")
+        if not self.has_room(source):
+            raise Overloaded(f"too many connections from {source} at once")
         self._held[source] += 1
         try:
             yield

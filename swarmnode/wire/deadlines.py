@@ -25,5 +25,10 @@ TCP_USER_TIMEOUT_S = 30.0
 WRITE_S = 60.0
 """One write of WRITE_BYTES at most: 17 KB/s, slower than any line that could serve a model. Who takes longer does not
 read, and what waits for him is memory."""
+FRAME_S = 60.0
+"""SLOWEST_FRAME_BYTES of a frame that has begun: who sends it byte by byte holds its buffer and its reader."""
+KEEPALIVE_S = 30.0
+"""Silence on a connection before the kernel asks whether the other machine is still there: a laptop that was switched
+off would otherwise hold its connections, and its places among those of its node, for ever."""
 DIAL_BACK_S = 5.0
 """The coordinator's attempt to reach an address that a peer asked about; the peer's user waits for it."""

@@ -14,9 +14,9 @@ import trio
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address, require_loopback
-from swarmnode.wire.connection import Connection, DirectChannel
+from swarmnode.wire.connection import NOT_FOR_IT, TOO_MANY, Connection, DirectChannel
 from swarmnode.wire.crowd import Crowd, Strikes
-from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, JOIN_S, TCP_USER_TIMEOUT_S
+from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, JOIN_S, KEEPALIVE_S, TCP_USER_TIMEOUT_S
 from swarmnode.wire.handshake import greet
 from swarmnode.wire.link import CHANNEL_KINDS, JOIN_KIND, NO_OPTIONS
 from swarmnode.wire.nursery import open_flat_nursery
@@ -44,6 +44,8 @@ class DirectTransport:
 
     def __init__(self, tls: SwarmTls | None) -> None:
         self.tls = tls
+        self._crowds = Crowds()
+        self._server: Server | None = None
 
     @asynccontextmanager
     async def dial(
@@ -63,8 +65,7 @@ class DirectTransport:
     ) -> AsyncIterator[DirectLink]:
         """See `link.Transport.connect`."""
         address = address if self.tls is not None else require_loopback(address)
-        secured = await self._secure(await connect(address))
-        async with link_over(secured.stream, identity, options, secured.peer, self._guard(secured)) as link:
+        async with self.connect_over(await connect(address), identity, options) as link:
             yield link
 
     async def listen(
@@ -79,16 +80,24 @@ class DirectTransport:
         """See `link.Transport.listen`."""
         address = address if self.tls is not None else require_loopback(address)
         listeners = await _open_listeners(address)
-        server = Server(handler, identity, traffic)
-        crowds = Crowds()
+        self._server = Server(handler, identity, traffic)
 
         async def serve(stream: trio.SocketStream) -> None:
             _tune(stream)
-            await self._serve(stream, server, crowds)
+            await self.accept(stream, stream.socket.getpeername()[0] if stream.socket.fileno() >= 0 else "")
 
         async with open_flat_nursery() as nursery:
             await nursery.start(trio.serve_listeners, serve, listeners)
             task_status.started(Address(address.host, listeners[0].socket.getsockname()[1]))
+
+    @asynccontextmanager
+    async def connect_over(
+        self, stream: trio.abc.Stream, identity: Identity, options: LinkOptions = NO_OPTIONS
+    ) -> AsyncIterator[DirectLink]:
+        """`connect`, over a stream that reaches the other node already."""
+        secured = await self._secure(stream)
+        async with link_over(secured.stream, identity, options, secured.peer, self._guard(secured)) as link:
+            yield link
 
     async def _secure(self, stream: trio.abc.Stream) -> Secured:
         """The one place where TLS is put around a dialed stream."""
@@ -99,30 +108,41 @@ class DirectTransport:
             return nullcontext()
         return self.tls.until_revoked(secured.peer.node)
 
-    async def _serve(self, stream: trio.SocketStream, server: Server, crowds: Crowds) -> None:
-        """The one place where TLS is put around an accepted stream, and where what its end may do is decided."""
+    async def accept(self, stream: trio.abc.Stream, source: str) -> None:
+        """Serve one stream, by whatever way it came, as the listener's: the one place where TLS is put around it, and
+        where what its other end may do is decided."""
+        if self._server is None:
+            raise LinkBroken("this node does not listen yet")
+        server, crowds = self._server, self._crowds
         if self.tls is None:
             await server.serve(stream)
             return
-        source = stream.socket.getpeername()[0] if stream.socket.fileno() >= 0 else ""
         try:
             crowds.strikes.count(source, trio.current_time())
             with crowds.shaking.place(source):
                 secured = await self.tls.secure_accepted(stream)
-            if secured.peer is not None:
-                crowds.strikes.forgive(source)
-            if secured.peer is None:
-                with crowds.joining.place(source), trio.move_on_after(JOIN_S):
-                    await server.serve(secured.stream, _stranger(source))
-            elif self.tls.is_revoked(secured.peer.node):
-                with trio.move_on_after(JOIN_S):  # long enough to be told
-                    await server.serve(secured.stream, Admission(kinds=(), source=source))
+            admission = self._admit(secured, source, crowds)
+            if admission.certified is None:
+                waiting = crowds.joining if admission.kinds else crowds.refused
+                with waiting.place(source), trio.move_on_after(JOIN_S):
+                    await server.serve(secured.stream, admission)
             else:
-                with self._guard(secured):
-                    await server.serve(secured.stream, Admission(certified=secured.peer, source=source))
+                crowds.strikes.forgive(source)
+                with self._guard(secured), crowds.members.place(admission.certified.node):
+                    await server.serve(secured.stream, admission)
         except SwarmError as error:
             _log.info("a connection from %s ended: %s", source, error)
             await trio.aclose_forcefully(stream)
+
+    def _admit(self, secured: Secured, source: str, crowds: Crowds) -> Admission:
+        """What the other end may do here; without a certificate in it, no longer than JOIN_S."""
+        if secured.peer is None:
+            return _stranger(source)
+        if self.tls is not None and self.tls.is_revoked(secured.peer.node):
+            return Admission(kinds=(), source=source)
+        if not crowds.members.has_room(secured.peer.node):
+            return Admission(kinds=(), source=source, refusal=TOO_MANY)
+        return Admission(certified=secured.peer, source=source)
 
 
 @asynccontextmanager
@@ -204,6 +224,8 @@ class Admission:
     max_channels: float = inf
     """In the connection's whole life."""
     max_frame_bytes: int = limits.MAX_FRAME_BYTES
+    refusal: int = NOT_FOR_IT
+    """The HTTP status for channels of other kinds."""
 
 
 OPEN = Admission(kinds=(*CHANNEL_KINDS, JOIN_KIND))
@@ -217,10 +239,14 @@ def _stranger(source: str) -> Admission:
 
 @dataclass(frozen=True, slots=True)
 class Crowds:
-    """Connections that have proved nothing. A home's nodes share one address, so a source has room for several."""
+    """Who holds how many connections. A home's nodes share one address, so a source has room for several."""
 
     shaking: Crowd = field(default_factory=lambda: Crowd(places=256, per_source=64))
     joining: Crowd = field(default_factory=lambda: Crowd(places=32, per_source=8))
+    refused: Crowd = field(default_factory=lambda: Crowd(places=32, per_source=8))
+    """Those that are only told that they may not; beyond it they are not told."""
+    members: Crowd = field(default_factory=lambda: Crowd(inf, limits.MAX_MEMBER_CONNECTIONS))
+    """By node: a member that opens connections without end has no more of them than any other."""
     strikes: Strikes = field(default_factory=Strikes)
 
 
@@ -247,7 +273,7 @@ class Server:
                     connection.accept(channel)
                     nursery.start_soon(self._service.serve, channel)
                 else:
-                    connection.refuse(channel, 403 if channel.kind in OPEN.kinds else 404)
+                    connection.refuse(channel, admission.refusal if channel.kind in OPEN.kinds else 404)
 
             connection = Connection(stream, client=False, on_open=on_open, stranger=admission.max_channels < inf)
             nursery.start_soon(_close_unless, opened, connection)
@@ -294,3 +320,7 @@ def _tune(stream: trio.SocketStream) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TCP_USER_TIMEOUT_S * 1000))
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(KEEPALIVE_S))
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(KEEPALIVE_S / 3))

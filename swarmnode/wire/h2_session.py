@@ -37,10 +37,14 @@ PATH_PREFIX = "/channel/"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The peer opened a channel; nothing is promised to it until `accept`."""
+    """The peer opened a channel; nothing is promised to it until `accept`.
+
+    `one_too_many`: more than MAX_CHANNELS are open. h2 holds to its limit only a peer that acknowledged our settings.
+    """
 
     channel: ChannelId
     path: str
+    one_too_many: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class H2Session:
     def _take_request(self, event: h2.events.RequestReceived) -> Event:
         channel = ChannelId(event.stream_id)
         self._out[channel] = _Outbound()
-        return Opened(channel, _header(event.headers, b":path"))
+        return Opened(channel, _header(event.headers, b":path"), len(self._out) > limits.MAX_CHANNELS)
 
     # -- what we do
 

@@ -38,6 +38,12 @@ STREAM_WINDOW_BYTES = 8 << 20
 MAX_CHANNELS = 32
 """Channels open on one connection, whose window is all of theirs together: so a channel whose consumer stalls can never
 take credit from another. Calls that a node forwards have one each; the others need a single one."""
+MAX_MEMBER_CONNECTIONS = 64
+"""Of one member to one listener: control, requests, four for calls, a dozen fetches of files, and two lanes of each of
+a dozen rings, once more while they are linked anew and the old ones have not been missed yet."""
+SLOWEST_FRAME_BYTES = 64 << 10
+"""What FRAME_S must bring of a frame that has begun, unless that is its end: 1 KB/s, far below any line in use even
+where 32 channels share it."""
 API_WINDOW_BYTES = 1 << 20
 """The same for a call that one node forwards to another: many of their readers are slow, and 1 MiB is 8 s of text at
 1 Mbit/s."""

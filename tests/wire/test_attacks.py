@@ -375,3 +375,53 @@ async def test_a_slow_reader_that_does_read_is_served(attic: Identity, autojump_
         for number in range(2):
             assert (await channel.receive()).header["offset"] == number
         nursery.cancel_scope.cancel()
+
+
+# -- whoever opens without end
+
+
+async def test_a_greedy_member_has_no_more_connections_than_any_other(port: Port) -> None:
+    """Beyond them it is told why, and places that it gives back are there again; others do not notice."""
+    greedy, other = port.swarm.node("greedy"), port.swarm.node("other")
+    transport = DirectTransport(greedy.tls())
+    async with trio.open_nursery() as nursery:
+        hold = partial(nursery.start, _hold, transport, port.address, greedy.identity)
+        held: list[trio.CancelScope] = [await hold() for _ in range(limits.MAX_MEMBER_CONNECTIONS)]
+        with pytest.raises(LinkBroken, match="it has 64 connections there"):
+            async with transport.dial(port.address, "control", greedy.identity):
+                pytest.fail("one connection too many")
+        async with DirectTransport(other.tls()).dial(port.address, "control", other.identity):
+            await port.friend_goes_on()
+        held.pop().cancel()
+        with trio.fail_after(END_S):
+            while True:
+                with suppress(LinkBroken):
+                    async with transport.dial(port.address, "control", greedy.identity):
+                        break
+        nursery.cancel_scope.cancel()
+
+
+async def _hold(
+    transport: DirectTransport, address: Address, who: Identity, *, task_status: trio.TaskStatus[trio.CancelScope]
+) -> None:
+    with trio.CancelScope() as scope:
+        async with transport.dial(address, "control", who):
+            task_status.started(scope)
+            await trio.sleep_forever()
+
+
+async def test_a_member_that_ignores_the_number_of_channels_is_refused_more(port: Port) -> None:
+    """It never acknowledged our settings, so HTTP/2 itself does not hold it to them."""
+    stream = await port.attacker(port.swarm.node("greedy"))
+    client, statuses = bare_client(), []
+    await stream.send_all(client.data_to_send())
+    for _ in range(limits.MAX_CHANNELS + 2):
+        client.send_headers(client.get_next_available_stream_id(), request("/channel/api"))
+    await stream.send_all(client.data_to_send())
+    with trio.fail_after(END_S):
+        while len(statuses) < limits.MAX_CHANNELS + 2:
+            events = client.receive_data(await stream.receive_some(65_536))
+            answers = [event for event in events if isinstance(event, h2.events.ResponseReceived)]
+            statuses += [dict(answer.headers)[b":status"] for answer in answers]
+    assert statuses == [b"200"] * limits.MAX_CHANNELS + [b"429"] * 2
+    await port.friend_goes_on()
