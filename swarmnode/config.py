@@ -131,6 +131,13 @@ VARIABLES: tuple[Variable, ...] = (
         _at_least(0),
     ),
     Variable(
+        "SWARM_SERVE_STEP_COSTS",
+        "off",
+        "both",
+        "on: every stage of a load measures its step costs anew and logs them (on a peer: for its own stages)",
+        _switch,
+    ),
+    Variable(
         "SWARM_REQUIRE_API_TOKEN",
         "0",
         "coordinator",
@@ -175,6 +182,7 @@ class Settings:
     max_batch: int
     schedule: str
     prefill_chunk: int
+    step_costs: bool
     require_api_token: bool
     api_tokens_file: Path
 
@@ -200,6 +208,7 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
         schedule=_as(str, values.get("SWARM_SERVE_SCHEDULE"), "cost"),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
+        step_costs=_as(bool, values.get("SWARM_SERVE_STEP_COSTS"), False),
         require_api_token=_as(bool, values.get("SWARM_REQUIRE_API_TOKEN"), False),
         api_tokens_file=_as(Path, values.get("SWARM_API_TOKENS_FILE"), base / "api_tokens.json"),
     )

@@ -20,7 +20,7 @@ PACKAGE = Path(swarmnode.__file__).parent
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
-FOUNDATION = {"ids", "errors", "config", "machine", "private_files", "local_access"}
+FOUNDATION = {"ids", "errors", "config", "machine", "private_files", "local_access", "available_memory"}
 RULES = {"ring", "cluster"}
 SERVICES = {"api", "wire", "catalog", "ui"}
 BASE = {*FOUNDATION, *RULES}
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
     "config": {"errors"},
+    "available_memory": set(),
     "private_files": {"errors"},
     "local_access": {"errors", "private_files"},
     "ring": {"ids", "errors", "machine"},
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": BASE,
     "api": {*BASE, "swarmnode"},  # the version in /health
     "ui": BASE,
-    "compute": {*BASE, "wire", "catalog"},  # the worker speaks frames and reads shards
+    "compute": {*BASE, "wire", "catalog", "swarmnode"},  # frames, shards; the version, which step costs are kept under
     # services made of the parts
     "roles": {*BASE, *SERVICES, "driver", "compute"},  # compute: only LIGHT_COMPUTE, below
     # composition and entry

@@ -51,6 +51,8 @@ def test_the_defaults_are_what_the_table_says(tmp_path: Path) -> None:
         ("SWARM_SERVE_MAX_BATCH", "1", "max_batch", 1),
         ("SWARM_SERVE_PREFILL_CHUNK", "0", "prefill_chunk", 0),
         ("SWARM_SERVE_SCHEDULE", "source", "schedule", "source"),
+        ("SWARM_SERVE_STEP_COSTS", "on", "step_costs", True),
+        ("SWARM_SERVE_STEP_COSTS", "off", "step_costs", False),
     ],
 )
 def test_every_variable_is_read(name: str, text: str, field: str, value: object) -> None:

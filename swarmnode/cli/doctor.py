@@ -40,12 +40,11 @@ def doctor(
 ) -> None:
     import trio
 
-    from swarmnode.cli.up import MEMORY_SHARE, available_memory_bytes
+    from swarmnode.available_memory import available_memory_bytes
     from swarmnode.config import read_settings
     from swarmnode.roles.diagnosis import Patient, examine
 
-    available = int(available_memory_bytes() / MEMORY_SHARE)
-    findings = trio.run(examine, Patient.look(read_settings(data_dir), available))
+    findings = trio.run(examine, Patient.look(read_settings(data_dir), available_memory_bytes()))
     fit = all(finding.status != "fail" for finding in findings)
     if json_output:
         print_json({"fit": fit, "findings": [asdict(finding) for finding in findings]})

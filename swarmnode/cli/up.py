@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnode.available_memory import offered_memory_bytes
 from swarmnode.cli.output import JsonFlag, console, parse_size, print_json
 from swarmnode.errors import InvalidRequest
 from swarmnode.ids import parse_node_name
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 ROLES = ("coordinator", "peer")
 COORDINATOR_SWARM = "127.0.0.1:7700"
 API_LISTEN = "127.0.0.1:7701"
-MEMORY_SHARE = 0.8
-"""Of the memory available at start, what a peer offers unless --memory says otherwise."""
 
 UP_HELP = """Run this machine's node until Ctrl-C.
 
@@ -116,7 +114,7 @@ def up(
         data_dir=data_dir,
         name=_checked_name(name),
         resources=PeerResources(
-            parse_size(memory) if memory else available_memory_bytes(), _checked_device(device), threads
+            parse_size(memory) if memory else offered_memory_bytes(), _checked_device(device), threads
         ),
         end_with_stdin=end_with_stdin,
     )
@@ -129,24 +127,6 @@ def worker(parent: Annotated[int, typer.Option("--parent")]) -> None:
     from swarmnode.compute.worker import main
 
     main(parent)
-
-
-def available_memory_bytes() -> int:
-    """The offer of a peer that was not told: a share of what the kernel, and a cgroup where there is one, leaves."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) << 10
-    except OSError:
-        pass
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, int(limit) - used) if limit.isdigit() else available
-    except (OSError, ValueError):
-        pass
-    return int(max(available, 0) * MEMORY_SHARE)
 
 
 def _swarm_address(given: str | None, *, coordinator: bool) -> Address | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swarmnode.compute.activation import to_activation, to_rows
+from swarmnode.compute.freed_memory import return_freed_memory
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.sampling import choose
 from swarmnode.errors import CacheGap, StageFailed
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from swarmnode.compute.stage_model import StageModel
     from swarmnode.ids import SessionId
     from swarmnode.ring.work import Activation, Continuation, DecodeRow, Work
+
+RETURN_BYTES = 64 << 20
+"""Caches freed on a CPU until the C library is told to let go: rarely enough to cost nothing."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class TorchEngine:
     def __init__(self, model: StageModel) -> None:
         self.model = model
         self._sessions: dict[SessionId, _Session] = {}
+        self._freed_bytes = 0
+        """Of caches, since they were last given back to the system."""
 
     def run(self, work: Work) -> WorkResult:
         """One forward: a piece of one prompt, or one position of several sessions."""
@@ -41,7 +47,14 @@ class TorchEngine:
             return self._run_piece(work) if isinstance(work, PieceWork) else self._run_group(work)
 
     def free(self, session: SessionId) -> None:
-        self._sessions.pop(session, None)
+        gone = self._sessions.pop(session, None)
+        if gone is None or self.model.device.type != "cpu":
+            return
+        self._freed_bytes += gone.cache.size_bytes()
+        del gone
+        if self._freed_bytes >= RETURN_BYTES:
+            self._freed_bytes = 0
+            return_freed_memory()
 
     def kv_tokens(self) -> int:
         return sum(session.cache.length for session in self._sessions.values())
@@ -49,8 +62,8 @@ class TorchEngine:
     def kv_bytes(self) -> int:
         return sum(session.cache.size_bytes() for session in self._sessions.values())
 
-    def probe(self) -> None:
-        """Run one throwaway position through the slice."""
+    def probe(self) -> SessionCache:
+        """Run one throwaway position through the slice; returns the cache that it left."""
         model, cache = self.model, SessionCache(self.model.num_layers)
         with torch.inference_mode():
             rows = torch.zeros((1, 1, model.hidden_size), dtype=model.dtype, device=model.device)
@@ -58,6 +71,7 @@ class TorchEngine:
                 rows = model.embed(torch.zeros((1, 1), dtype=torch.long, device=model.device))
             positions = torch.zeros((1, 1), dtype=torch.long, device=model.device)
             (model.logits if model.is_last else model.hidden)(rows, positions, [cache])
+        return cache
 
     def _run_piece(self, work: PieceWork) -> WorkResult:
         n = len(work.ids)

@@ -6,8 +6,6 @@ page cache is not mapped, and tensors outside the slice are not read.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import time
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -15,6 +13,7 @@ import torch
 
 from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
+from swarmnode.compute.freed_memory import return_freed_memory
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
@@ -52,7 +51,7 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     if lean is not None:
         lean.finish()
     model.finish()
-    _return_freed_memory()
+    return_freed_memory()
     engine = TorchEngine(model)
     _prove(engine)
     return engine
@@ -78,13 +77,6 @@ def _check_kernels(quantization: str, device: torch.device) -> None:
             f"quantization {quantization!r} packs weights for the CPU's kernels, this stage is on {device}; "
             "use --device cpu there, or load without quantization"
         )
-
-
-def _return_freed_memory() -> None:
-    """Give what loading has freed back to the system: glibc keeps the dense blocks of a quantized load otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _stored_dtype(stored: Mapping[str, Stored]) -> str:

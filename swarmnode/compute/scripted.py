@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarmnode.compute.script import read_script
+from swarmnode.compute.step_costs import MEASURED_POSITIONS, MEASURED_ROWS
 from swarmnode.errors import CacheGap, StageFailed
+from swarmnode.ring.cost_model import StageCosts
 from swarmnode.ring.work import Activation, PieceWork, WorkResult
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ KV_BYTES_PER_TOKEN_LAYER = 64
 _MODULUS = 65_521
 """The largest prime below 2^16: checksums stay exact in float32."""
 _UNKNOWN = -1
+LEAST_MS = 0.01
 
 
 @dataclass(slots=True)
@@ -60,6 +63,13 @@ class ScriptedEngine:
 
     def kv_bytes(self) -> int:
         return self.kv_tokens() * (self._spec.end_layer - self._spec.first_layer) * KV_BYTES_PER_TOKEN_LAYER
+
+    def costs(self) -> StageCosts:
+        """What steps take by the script; a forward that takes no time still counts for something."""
+        script = self._script
+        groups = {rows: script.decode_ms + script.row_ms * rows for rows in MEASURED_ROWS}
+        pieces = {n: script.prefill_ms_per_token * n for n in MEASURED_POSITIONS}
+        return StageCosts(*({n: max(ms, LEAST_MS) for n, ms in table.items()} for table in (groups, pieces)))
 
     def _run_piece(self, work: PieceWork) -> WorkResult:
         end = work.pos + len(work.ids)

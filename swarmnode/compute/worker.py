@@ -12,29 +12,31 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.ring_loop import RingLoop
+from swarmnode.compute.stage_report import StageReport, piece_tokens, report_scripted, report_stage
+from swarmnode.compute.step_costs import read_costs
 from swarmnode.compute.text_thread import OpenChat, TextThread
 from swarmnode.compute.worker_spec import WorkerSpec
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, SwarmError
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_config import HeadConfig
-from swarmnode.ring.head_messages import Cancel, RingBroken, StartProbe
+from swarmnode.ring.head_messages import Cancel, RingBroken, RingMeasured, StartProbe
 from swarmnode.ring.messages import Envelope
 from swarmnode.ring.stage import Stage
 from swarmnode.wire.blocking import FrameReader, SharedWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.deadlines import WORKER_EXIT_S
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.limits import MAX_PIECE_POSITIONS
 from swarmnode.wire.ring_codec import from_frame, to_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from swarmnode.compute.text import TextPipeline
     from swarmnode.ring.work import Engine
@@ -93,6 +95,7 @@ class Worker:
         start_thread("reader", self._read)
         machine = make_machine(spec)
         stage = load(spec, self._report_loading)
+        about = {**stage.report.as_map(), "pid": os.getpid()}
         text: TextThread | None = None
         loop = RingLoop(
             machine,
@@ -105,8 +108,8 @@ class Worker:
         if stage.pipeline is not None:
             text = TextThread(spec.ring_id, stage.pipeline, loop.inbox.put, self._post)
             start_thread("text", text.run)
-        self._route = FrameRouter(loop, text).route
-        self._post(Frame("ready", {}, pack_body({"kv_tokens": spec.kv_tokens, "pid": os.getpid()})))
+        self._route = FrameRouter(loop, text, spec.num_stages).route
+        self._post(Frame("ready", {}, pack_body(about)))
         loop.run()
 
     def say_last(self, frame: Frame) -> None:
@@ -166,8 +169,9 @@ def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
 class FrameRouter:
     """Turns the node's frames into inputs of the loop and the text thread; runs on the reader thread."""
 
-    def __init__(self, loop: RingLoop, text: TextThread | None) -> None:
+    def __init__(self, loop: RingLoop, text: TextThread | None, stages: int) -> None:
         self._loop = loop
+        self._stages = stages
         self._text = text
         self._nonces = itertools.count(1)
 
@@ -181,6 +185,7 @@ class FrameRouter:
                 self._loop.inbox.put(cancel)
                 self._text_thread(frame).inbox.put(cancel)
             case "probe_ring":
+                self._loop.inbox.put(read_measured(unpack_body(frame.body), self._stages))
                 self._loop.inbox.put(StartProbe(next(self._nonces)))
             case _:
                 self._loop.inbox.put(Envelope(frame.header.get("lane", ""), from_frame(frame)))
@@ -193,10 +198,11 @@ class FrameRouter:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage's engine, and on stage 0 its text side."""
+    """A stage's engine, on stage 0 its text side, and what the stage measured of itself."""
 
     engine: Engine
     pipeline: TextPipeline | None
+    report: StageReport
 
 
 def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedStage:
@@ -211,10 +217,13 @@ def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedSta
     if spec.scripted:
         from swarmnode.compute.scripted import load_scripted
 
-        return LoadedStage(load_scripted(spec.stage_spec()), pipeline)
+        script = load_scripted(spec.stage_spec())
+        return LoadedStage(script, pipeline, report_scripted(spec, script))
     from swarmnode.compute.loader import load_stage
 
-    return LoadedStage(load_stage(spec.stage_spec(), report), pipeline)
+    begun_s = time.monotonic()
+    engine = load_stage(spec.stage_spec(), report)
+    return LoadedStage(engine, pipeline, report_stage(spec, engine, time.monotonic() - begun_s, report))
 
 
 def make_machine(spec: WorkerSpec) -> Head | Stage:
@@ -237,11 +246,14 @@ def make_machine(spec: WorkerSpec) -> Head | Stage:
     )
 
 
-def piece_tokens(spec: WorkerSpec) -> int:
-    """Positions of a prompt piece: what was asked for, within what one frame to the next stage can hold."""
-    if spec.num_stages == 1:
-        return spec.prefill_chunk
-    return min(spec.prefill_chunk or MAX_PIECE_POSITIONS, MAX_PIECE_POSITIONS)
+def read_measured(body: Mapping[str, Any], stages: int) -> RingMeasured:
+    """What the coordinator collected of all stages, from the body of `probe_ring`; raises ProtocolError."""
+    kv_tokens, costs = body.get("kv_tokens"), body.get("costs")
+    if type(kv_tokens) is not int or kv_tokens < 0 or not isinstance(costs, list) or len(costs) != stages:
+        raise ProtocolError(
+            f"probe_ring: kv_tokens={kv_tokens!r:.80} and costs={costs!r:.80} are not those of {stages} stages"
+        )
+    return RingMeasured(kv_tokens, tuple(None if entry is None else read_costs(entry) for entry in costs))
 
 
 def _hand_over(machine: Head | Stage, text: TextThread | None, post: Callable[[Frame], None]) -> None:

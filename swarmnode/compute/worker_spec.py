@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class WorkerSpec:
     """One stage of one ring. `folder` holds tokenizer/ and shards/; `shards` are paths below it.
 
-    `memory_bytes` is what the node lets this worker take (0: no limit known). Head settings matter on stage 0 only.
+    `kv_tokens` is what the plan gives the sessions together; the stage refuses the load where not even
+    `min_context_tokens` fit. `memory_bytes` is what the node lets this worker take (0: no limit known). `step_costs`:
+    measure them anew and log them. Head settings matter on stage 0 only.
     """
 
     ring: str
@@ -37,6 +39,7 @@ class WorkerSpec:
     threads: int
     eos_token_ids: tuple[int, ...]
     context_tokens: int
+    min_context_tokens: int
     kv_tokens: int
     max_in_flight: int
     max_waiting: int
@@ -45,6 +48,7 @@ class WorkerSpec:
     schedule: str
     typical_tokens: int
     memory_bytes: int = 0
+    step_costs: bool = False
 
     @property
     def ring_id(self) -> RingId:
@@ -74,10 +78,23 @@ class WorkerSpec:
     @classmethod
     def from_map(cls, values: Mapping[str, Any]) -> WorkerSpec:
         """Read what a node sent; raises ProtocolError that names a missing or mistyped setting."""
+        known = {f.name: _read(f.name, str(f.type), values[f.name]) for f in fields(cls) if f.name in values}
         try:
-            known = {name: values[name] for name in cls.__slots__ if name in values}
-            for name in ("shards", "eos_token_ids"):
-                known[name] = tuple(known[name])
             return cls(**known)
-        except (KeyError, TypeError) as error:
+        except TypeError as error:
             raise ProtocolError(f"the worker's settings do not fit: {error}") from error
+
+
+_PLAIN = {"str": str, "int": int, "bool": bool}
+
+
+def _read(name: str, kind: str, value: Any) -> Any:
+    """`value` as a field of type `kind` holds it; kinds are plain, or tuples of one plain kind."""
+    if kind in _PLAIN:
+        fits = type(value) is _PLAIN[kind]
+    else:
+        item = _PLAIN[kind.removeprefix("tuple[").removesuffix(", ...]")]
+        fits = isinstance(value, list | tuple) and all(type(entry) is item for entry in value)
+    if not fits:
+        raise ProtocolError(f"the worker's setting {name}={value!r:.80} is not of type {kind}")
+    return value if kind in _PLAIN else tuple(value)

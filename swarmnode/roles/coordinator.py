@@ -16,7 +16,6 @@ from swarmnode.cluster.ring_life import (
     RingInput,
     StageDown,
     StageLinked,
-    StageReady,
     StageUnloaded,
 )
 from swarmnode.driver import Driver
@@ -258,9 +257,9 @@ class Coordinator:
             raise ProtocolError(f"{frame.kind} for ring {ring.ring}, which this node is not part of")
         if frame.kind == "gauges":
             ring.gauges[stage] = read_gauges(frame)
+        elif frame.kind == "stage_ready":
+            ring.take_ready(stage, read_report(ReadyStage, frame))
         else:
-            if frame.kind == "stage_ready":
-                ring.pids[stage] = read_report(ReadyStage, frame).pid
             ring.feed(_ring_input(stage, frame))
 
     def _take_reply(self, node: NodeId, frame: Frame) -> None:
@@ -275,9 +274,6 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
     match frame.kind:
         case "progress":
             return Progress(stage, header["phase"], header["done"], header["total"])
-        case "stage_ready":
-            ready = read_report(ReadyStage, frame)
-            return StageReady(stage, ready.address, ready.kv_tokens)
         case "linked":
             return StageLinked(stage)
         case "probed":

@@ -12,7 +12,7 @@ import trio
 from swarmnode.api.backend import ChatEvent, ChatRequest, Done, LoadOptions, ModelCard
 from swarmnode.cluster.membership import NodeState
 from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, StageLost
-from swarmnode.ids import ModelId, RequestId
+from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
 from swarmnode.roles.plan_report import plan_report
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
     from swarmnode.roles.requests import RequestStream
+
+
+HEAD_GAUGES = ("running", "waiting", "paused", "ending", "parked", "kv_reserved_tokens", "kv_parked_tokens")
+"""Of stage 0, for the whole ring: sessions by what they do, conversations kept for later, and who holds KV."""
 
 
 class Gateway:
@@ -43,7 +47,7 @@ class Gateway:
     def _card(self, manifest: Manifest) -> ModelCard:
         arch = manifest.architecture
         ring = self._coordinator.ring_of(manifest.model_id)
-        context = arch.context_tokens if ring is None else ring.plan.context_tokens
+        context = arch.context_tokens if ring is None else ring.context_tokens
         defaults = manifest.sampling
         return ModelCard(
             id=manifest.model_id,
@@ -131,6 +135,7 @@ class Gateway:
                 "address": member.identity.listen[0] if member.identity.listen else None,
                 "silence_s": round(coordinator.silence_s(member.node) or 0.0, 2),
                 **(member.beat.model_dump() if member.beat is not None else {}),
+                **self._in_use(member.node),
             }
             for member in coordinator.members.values()
         ]
@@ -142,6 +147,15 @@ class Gateway:
             "members": [self._known(record) for record in coordinator.enrolment.nodes],
             "traffic": coordinator.context.traffic.snapshot(),
         }
+
+    def _in_use(self, node: NodeId) -> dict[str, Any]:
+        """The device and threads of a stage that is loaded on a node; its beats only know what it was told."""
+        for ring in self._coordinator.rings.values():
+            stage = ring.stage_of(node)
+            ready = ring.ready.get(stage) if stage is not None else None
+            if ready is not None and ready.device is not None:
+                return {"device": ready.device, "threads": ready.threads}
+        return {}
 
     # who is in the swarm
 
@@ -245,14 +259,12 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
         "quantization": ring.quantization,
         "notice": ring.notice,
         "started": ring.started_unix,
-        "context_tokens": ring.plan.context_tokens,
+        "context_tokens": ring.context_tokens,
         "max_in_flight": ring.plan.max_in_flight,
         "requests": len(ring.requests),
-        "running": head.get("running", 0),
-        "waiting": head.get("waiting", 0),
-        "ending": head.get("ending", 0),
-        "kv_reserved_tokens": head.get("kv_reserved_tokens", 0),
-        "kv_tokens": ring.plan.kv_tokens,
+        **{name: head.get(name, 0) for name in HEAD_GAUGES},
+        "kv_tokens": ring.kv_tokens,
+        "kv_tokens_planned": ring.plan.kv_tokens,
         "stages": stages,
     }
 
@@ -261,11 +273,14 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
     plan = ring.plan.stages[index]
     progress = ring.progress(index)
     gauges = ring.gauges.get(index, {})
+    ready = ring.ready.get(index)
     return {
         "stage": index,
         "peer": plan.peer.name,
         "node": plan.peer.node,
-        "pid": ring.pids.get(index),
+        "pid": ready.pid if ready else None,
+        "device": ready.device if ready else None,
+        "threads": ready.threads if ready else None,
         "layers": [plan.first_layer, plan.end_layer - 1],
         "weight_bytes": plan.weight_bytes,
         "phase": "ready" if ring.life.is_ready(index) else (progress.phase if progress else "starting"),
@@ -274,4 +289,5 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
         "sessions": gauges.get("sessions", 0),
         "kv_tokens": gauges.get("kv_tokens", 0),
         "kv_bytes": gauges.get("kv_bytes", 0),
+        "kv_budget_tokens": ready.kv_tokens if ready else None,
     }

@@ -20,6 +20,7 @@ _INTS = (
     "end_layer",
     "num_layers",
     "context_tokens",
+    "min_context_tokens",
     "kv_tokens",
     "max_in_flight",
     "max_waiting",
@@ -48,12 +49,16 @@ class LoadSpec:
     end_layer: int
     num_layers: int
     context_tokens: int
+    min_context_tokens: int
+    """A stage that cannot hold so many refuses the load."""
     kv_tokens: int
     max_in_flight: int
     max_waiting: int
     max_group: int
     schedule: str
     typical_tokens: int
+    step_costs: bool
+    """Every stage measures its step costs anew and logs them."""
 
     def header(self) -> dict[str, Any]:
         return {"ring": self.ring, "epoch": list(self.epoch), "stage": self.stage}
@@ -66,6 +71,7 @@ class LoadSpec:
             "scripted": self.scripted,
             "dtype": self.dtype,
             "schedule": self.schedule,
+            "step_costs": self.step_costs,
             "quantization": self.quantization,
             "eos_token_ids": list(self.eos_token_ids),
             **{name: getattr(self, name) for name in _INTS},
@@ -84,6 +90,7 @@ class LoadSpec:
                 model=parse_model_id(body["model"]),
                 files=tuple(FileEntry.model_validate(entry) for entry in body["files"]),
                 scripted=body["scripted"] is True,
+                step_costs=body["step_costs"] is True,
                 dtype=str(body["dtype"]),
                 schedule=_schedule(body),
                 quantization=_quantization(body),

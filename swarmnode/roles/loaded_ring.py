@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from swarmnode.cluster.ring_life import (
     SendLoad,
     SendProbe,
     SendUnload,
+    StageReady,
     UnloadAsked,
 )
 from swarmnode.driver import Driver
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
     from swarmnode.ids import NodeId, RequestId, RingId
     from swarmnode.roles.planning import PlannedRing
+    from swarmnode.roles.reports import ReadyStage
+
+_log = logging.getLogger(__name__)
 
 
 class LoadedRing:
@@ -59,8 +64,8 @@ class LoadedRing:
         self.started_unix = int(time.time())
         self.draining = False
         self.gauges: dict[int, Mapping[str, Any]] = {}
-        self.pids: dict[int, int] = {}
-        """Process ids of the stage workers on their own machines."""
+        self.ready: dict[int, ReadyStage] = {}
+        """What stages said of themselves when they had loaded."""
         self.requests: dict[RequestId, RequestStream] = {}
         self.settled = trio.Event()
         """Ready, or failed for good."""
@@ -82,6 +87,16 @@ class LoadedRing:
     @property
     def head(self) -> NodeId:
         return self.life.nodes[0]
+
+    @property
+    def kv_tokens(self) -> int:
+        """What all conversations may hold together: the plan's budget, or less where a stage measured less."""
+        return min([self.plan.kv_tokens, *(ready.kv_tokens for ready in self.ready.values())])
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest conversation that the ring takes."""
+        return min(self.plan.context_tokens, self.kv_tokens)
 
     @property
     def serving(self) -> bool:
@@ -114,6 +129,19 @@ class LoadedRing:
     def stage_of(self, node: NodeId) -> int | None:
         """The stage `node` holds; None for a node that is not part of this ring."""
         return self.life.nodes.index(node) if node in self.life.nodes else None
+
+    def take_ready(self, stage: int, report: ReadyStage) -> None:
+        """A stage has loaded and measured itself."""
+        self.ready[stage] = report
+        if report.kv_tokens < self.plan.kv_tokens:
+            _log.warning(
+                "%s: stage %d has room for %d tokens of KV, %d were planned",
+                self.model,
+                stage,
+                report.kv_tokens,
+                self.plan.kv_tokens,
+            )
+        self.feed(StageReady(stage, report.address, report.kv_tokens))
 
     async def unload(self, *, force: bool) -> None:
         """Let running replies finish (for DRAIN_S, not at all with `force`), then give every stage's memory back."""
@@ -159,9 +187,15 @@ class LoadedRing:
                 frame = Frame("link", {"ring": self.ring, "stage": stage}, pack_body({"next": address}))
                 self._post(self.life.nodes[stage], frame)
             case SendProbe():
-                self._post(self.head, Frame("probe_ring", {"ring": self.ring}))
+                self._post(self.head, Frame("probe_ring", {"ring": self.ring}, pack_body(self._measured())))
             case SendUnload(stage=stage):
                 self._post(self.life.nodes[stage], Frame("unload", {"ring": self.ring}))
+
+    def _measured(self) -> dict[str, Any]:
+        """What the head has to know of all stages before the first request."""
+        stages = (self.ready.get(stage) for stage in range(len(self.specs)))
+        costs = [ready.costs.model_dump() if ready and ready.costs else None for ready in stages]
+        return {"kv_tokens": self.kv_tokens, "costs": costs}
 
     def _notify(self, event: RingEvent) -> None:
         match event:

@@ -103,12 +103,14 @@ def plan_ring(
             end_layer=stage.end_layer,
             num_layers=layers,
             context_tokens=plan.context_tokens,
+            min_context_tokens=settings.context_tokens,
             kv_tokens=plan.kv_tokens,
             max_in_flight=min(plan.max_in_flight, settings.max_in_flight or plan.max_in_flight),
             max_waiting=_waiting_room(plan, settings),
             max_group=settings.max_batch,
             schedule=settings.schedule,
             typical_tokens=settings.typical_tokens,
+            step_costs=settings.step_costs,
         )
         for index, stage in enumerate(plan.stages)
     )

@@ -18,6 +18,9 @@ MAX_STAGES_HELD = 64
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 """Exact in every JSON reader."""
 Name = Annotated[str, Field(max_length=128)]
+Size = Annotated[str, Field(pattern="^[1-9][0-9]{0,3}$")]
+Milliseconds = Annotated[float, Field(gt=0, lt=1e7, allow_inf_nan=False)]
+CostTable = Annotated[dict[Size, Milliseconds], Field(max_length=16)]
 Gauges = Annotated[dict[Name, Count], Field(max_length=64)]
 
 
@@ -45,12 +48,23 @@ class Beat(_Report):
     stages: list[StageHeld] = Field(max_length=MAX_STAGES_HELD)
 
 
+class StepCosts(_Report):
+    """Milliseconds by rows of a group, and by positions of a prompt piece."""
+
+    group_ms: CostTable
+    piece_ms: CostTable
+
+
 class ReadyStage(_Report):
-    """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine."""
+    """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine, the
+    device and threads it really uses, and what its steps cost, where it measured them."""
 
     address: Name
     kv_tokens: Count
     pid: Count
+    device: Name | None = None
+    threads: Count | None = None
+    costs: StepCosts | None = None
 
 
 class _GaugesReport(_Report):

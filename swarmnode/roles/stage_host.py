@@ -176,6 +176,7 @@ class StageHost:
             threads=self._resources.threads,
             eos_token_ids=spec.eos_token_ids,
             context_tokens=spec.context_tokens,
+            min_context_tokens=spec.min_context_tokens,
             kv_tokens=spec.kv_tokens,
             max_in_flight=spec.max_in_flight,
             max_waiting=spec.max_waiting,
@@ -184,6 +185,7 @@ class StageHost:
             schedule=spec.schedule,
             typical_tokens=spec.typical_tokens,
             memory_bytes=self._resources.memory_bytes,
+            step_costs=spec.step_costs or self._context.settings.step_costs,
         )
 
     async def _feed_worker(self, worker: WorkerProcess) -> None:
@@ -231,8 +233,7 @@ class StageHost:
     def _become_ready(self, about: dict[str, Any]) -> None:
         self._ready, self.phase = True, "ready"
         address = self._context.identity.listen[0]
-        body = {"address": address, "kv_tokens": int(about["kv_tokens"]), "pid": int(about["pid"])}
-        self._post(Frame("stage_ready", self._where(), pack_body(body)))
+        self._post(Frame("stage_ready", self._where(), pack_body({**about, "address": address})))
 
     async def _watch_stall(self) -> None:
         while True:

@@ -98,7 +98,7 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
             literal(node.get("address")),
             literal(node.get("device")),
             "-" if silence_s is None else f"{silence_s:.1f} s",
-            quantities.count(node.get("threads")),
+            "auto" if node.get("threads") == 0 else quantities.count(node.get("threads")),
         )
     return table
 
@@ -107,22 +107,39 @@ def _headline(status: Mapping[str, Any]) -> Text:
     line = Text(str(status.get("id", "-")), style="bold")
     line.append(" ")
     line.append_text(_state(status.get("state")))
-    kv, reserved = status.get("kv_tokens"), status.get("kv_reserved_tokens")
     facts = quantities.listed(
         [
             str(status.get("dtype") or ""),
             "" if status.get("quantization") in (None, "none") else str(status["quantization"]),
             quantities.plural(status["requests"], "request") if "requests" in status else "",
             f"{status['running']} running, {status['waiting']} waiting" if {"running", "waiting"} <= {*status} else "",
-            "" if kv is None else f"KV {quantities.count(reserved or 0)} of {quantities.count(kv)} tokens reserved",
+            f"{status['paused']} paused" if status.get("paused") else "",
+            _kv(status),
             f"context {quantities.count(status['context_tokens'])}" if status.get("context_tokens") else "",
         ]
     )
     return line.append(f"  {facts}" if facts else "", style="not bold")
 
 
+def _kv(status: Mapping[str, Any]) -> str:
+    """Tokens reserved by conversations that run, of the measured budget; what was planned where that is more; and
+    what conversations that are over still hold."""
+    budget, planned = status.get("kv_tokens"), status.get("kv_tokens_planned")
+    if budget is None:
+        return ""
+    text = f"KV {quantities.count(status.get('kv_reserved_tokens') or 0)} of {quantities.count(budget)} tokens reserved"
+    if planned and planned > budget:
+        text += f" ({quantities.count(planned)} planned)"
+    if status.get("parked"):
+        kept = quantities.count(status.get("kv_parked_tokens") or 0)
+        text += f", {kept} parked in {quantities.plural(status['parked'], 'conversation')}"
+    return text
+
+
 def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
-    table = FittedTable(">STAGE", "PEER", "LAYERS", "PHASE", ">SESSIONS", ">WEIGHTS?", ">KV TOKENS?", ">KV?")
+    table = FittedTable(
+        ">STAGE", "PEER", "LAYERS", "PHASE", ">SESSIONS", ">WEIGHTS?", ">KV TOKENS?", ">KV?", "DEVICE?", ">THREADS?"
+    )
     for stage in stages:
         table.add_row(
             quantities.count(stage.get("stage")),
@@ -133,6 +150,8 @@ def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
             quantities.size(stage.get("weight_bytes")),
             quantities.count(stage.get("kv_tokens")),
             quantities.size(stage.get("kv_bytes")),
+            literal(stage.get("device")),
+            quantities.count(stage.get("threads")),
         )
     return table
 

@@ -45,6 +45,7 @@ def head_spec(folder: Path, **settings: Any) -> WorkerSpec:
         "threads": 1,
         "eos_token_ids": (0,),
         "context_tokens": 8192,
+        "min_context_tokens": 4096,
         "kv_tokens": 8192,
         "max_in_flight": 2,
         "max_waiting": 2,

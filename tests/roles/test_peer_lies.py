@@ -27,6 +27,8 @@ from swarmnode.wire.traffic import Traffic
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from swarmnode.roles.reports import ReadyStage
+
 HEAD, TAIL, OTHER = NodeId("head"), NodeId("tail"), NodeId("other")
 
 
@@ -38,7 +40,7 @@ class Ring:
     nodes: tuple[NodeId, ...]
     requests: dict[str, RequestStream] = field(default_factory=dict)
     gauges: dict[int, dict[str, int]] = field(default_factory=dict)
-    pids: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, ReadyStage] = field(default_factory=dict)
     fed: list[object] = field(default_factory=list)
 
     @property
@@ -47,6 +49,9 @@ class Ring:
 
     def stage_of(self, node: NodeId) -> int | None:
         return self.nodes.index(node) if node in self.nodes else None
+
+    def take_ready(self, stage: int, report: ReadyStage) -> None:
+        self.ready[stage] = report
 
     def feed(self, event: object) -> None:
         self.fed.append(event)
@@ -123,7 +128,7 @@ REPORTS = [
 def test_a_report_about_another_ring_ends_the_liars_link(house: House, frame: Frame) -> None:
     with pytest.raises(ProtocolError, match="not part of"):
         house.hear(OTHER, frame)
-    assert (house.ring.fed, house.ring.gauges, house.ring.pids) == ([], {}, {})
+    assert (house.ring.fed, house.ring.gauges, house.ring.ready) == ([], {}, {})
 
 
 @pytest.mark.parametrize("frame", REPORTS, ids=lambda frame: frame.kind)
@@ -131,7 +136,7 @@ def test_a_report_counts_for_the_stage_that_its_sender_holds(house: House, frame
     """It says stage 0; the link it came on is stage 1's."""
     house.hear(TAIL, frame)
     assert 0 not in house.ring.gauges
-    assert 0 not in house.ring.pids
+    assert 0 not in house.ring.ready
     for event in house.ring.fed:
         assert getattr(event, "stage", 1) == 1
 

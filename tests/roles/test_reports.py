@@ -60,6 +60,34 @@ def test_a_ready_stage_names_its_address() -> None:
         read_report(ReadyStage, frame("stage_ready", {**READY, "address": None}))
 
 
+COSTS = {"group_ms": {"1": 12.5, "8": 40.0}, "piece_ms": {"256": 900.0}}
+
+
+def test_a_ready_stage_may_say_what_it_measured() -> None:
+    said = {**READY, "device": "cuda:0", "threads": 0, "costs": COSTS, "kv_tokens_planned": 8192}
+    report = read_report(ReadyStage, frame("stage_ready", said))
+    assert (report.device, report.threads) == ("cuda:0", 0)
+    assert report.costs is not None
+    assert report.costs.model_dump() == COSTS
+    assert read_report(ReadyStage, frame("stage_ready", {**READY, "costs": None})).costs is None
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"group_ms": {}},
+        {"group_ms": {"0": 1.0}, "piece_ms": {}},
+        {"group_ms": {"one": 1.0}, "piece_ms": {}},
+        {"group_ms": {"1": -1.0}, "piece_ms": {}},
+        {"group_ms": {"1": math.inf}, "piece_ms": {}},
+        {"group_ms": {str(n): 1.0 for n in range(1, 18)}, "piece_ms": {}},
+    ],
+)
+def test_step_costs_that_cannot_be_are_refused(costs: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="costs"):
+        read_report(ReadyStage, frame("stage_ready", {**READY, "costs": costs}))
+
+
 def test_a_huge_report_is_not_walked() -> None:
     with pytest.raises(ProtocolError, match=str(MAX_REPORT_BYTES)):
         read_report(Beat, Frame("beat", {}, b"\x80" * (MAX_REPORT_BYTES + 1)))

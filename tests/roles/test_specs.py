@@ -30,12 +30,14 @@ LOAD = LoadSpec(
     end_layer=6,
     num_layers=9,
     context_tokens=2048,
+    min_context_tokens=1024,
     kv_tokens=8192,
     max_in_flight=8,
     max_waiting=8,
     max_group=0,
     schedule="cost",
     typical_tokens=1024,
+    step_costs=True,
 )
 WORKER = WorkerSpec(
     ring="r1",
@@ -54,6 +56,7 @@ WORKER = WorkerSpec(
     threads=2,
     eos_token_ids=(2, 7),
     context_tokens=2048,
+    min_context_tokens=1024,
     kv_tokens=8192,
     max_in_flight=8,
     max_waiting=8,
@@ -118,12 +121,33 @@ def test_settings_of_a_later_version_are_ignored() -> None:
     assert WorkerSpec.from_map({**WORKER.as_map(), "from_the_future": 1}) == WORKER
 
 
-@pytest.mark.parametrize("name", sorted(set(WORKER.as_map()) - {"memory_bytes"}))
+@pytest.mark.parametrize("name", sorted(set(WORKER.as_map()) - {"memory_bytes", "step_costs"}))
 def test_a_setting_that_is_missing_is_named(name: str) -> None:
     values = WORKER.as_map()
     del values[name]
     with pytest.raises(ProtocolError, match=name):
         WorkerSpec.from_map(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ring", 5),
+        ("folder", None),
+        ("stage", "1"),
+        ("threads", True),
+        ("kv_tokens", 4096.0),
+        ("scripted", 1),
+        ("step_costs", "on"),
+        ("shards", "shards"),
+        ("shards", [1]),
+        ("eos_token_ids", {"2": 1}),
+        ("eos_token_ids", [2, True]),
+    ],
+)
+def test_a_setting_of_another_type_is_named(name: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=rf"setting {name}=.* is not of type"):
+        WorkerSpec.from_map({**WORKER.as_map(), name: value})
 
 
 def test_the_stage_spec_names_whole_paths_and_the_ends_of_the_ring() -> None:

@@ -36,6 +36,8 @@ STAGES = [
         "sessions": 2,
         "kv_tokens": 1234,
         "kv_bytes": 3 << 20,
+        "device": "cpu",
+        "threads": 2,
     },
     {
         "stage": 1,
@@ -118,10 +120,27 @@ def test_ps() -> None:
     assert ["desk", "alive", "coordinator", "-", "-", "-", "-", "-", "-"] in rows
     assert ["pc-1", "alive", "peer", "6.0", "GiB", "1", "127.0.0.1:7702", "cpu", "0.4", "s", "2"] in rows
     assert ["n2", "suspect", "-", "-", "-", "-", "-", "3.0", "s", "-"] in rows
-    assert ["0", "pc-1", "0-14", "ready", "2", "150", "MiB", "1,234", "3.0", "MiB"] in rows
-    assert ["1", "pc-2", "15-29", "fetching", "43%", "0", "148", "MiB", "0", "0", "B"] in rows
+    assert ["0", "pc-1", "0-14", "ready", "2", "150", "MiB", "1,234", "3.0", "MiB", "cpu", "2"] in rows
+    assert ["1", "pc-2", "15-29", "fetching", "43%", "0", "148", "MiB", "0", "0", "B", "-", "-"] in rows
     assert ["layers", "#" * 15 + "." * 15] in rows
     assert "smollm2-135m-instruct loading  bfloat16 · 3 requests · 2 running, 1 waiting · KV 1,500 of 8,192" in text
+
+
+def test_memory_of_a_ring_as_planned_measured_parked_and_paused() -> None:
+    ring = RING | {"kv_tokens_planned": 8192, "parked": 0, "kv_parked_tokens": 0, "paused": 0}
+    text = shown(status_view(ring), width=200)
+    assert "planned" not in text
+    assert "parked" not in text
+    assert "paused" not in text
+    less = ring | {"kv_tokens": 6000, "parked": 2, "kv_parked_tokens": 1200, "paused": 1}
+    text = shown(status_view(less), width=200)
+    assert "1 paused · KV 1,500 of 6,000 tokens reserved (8,192 planned), 1,200 parked in 2 conversations" in text
+
+
+def test_a_peer_that_was_told_nothing_says_auto() -> None:
+    peer = {"node": "n1", "name": "pc-1", "roles": ["peer"], "state": "alive", "device": "auto", "threads": 0}
+    rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": [peer], "rings": []})).splitlines()]
+    assert ["pc-1", "alive", "peer", "-", "-", "-", "auto", "-", "auto"] in rows
 
 
 @pytest.mark.parametrize("width", [80, 60])
