@@ -160,6 +160,7 @@ class World:
         ]
         self.cut: set[int] = set()
         """Links (by the stage that sends) that lose everything."""
+        self._links_made = 1
         self._trace = trace
         self._random = Random(seed)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -193,6 +194,13 @@ class World:
         self._log("--", lambda: f"link {stage}>{self._next(stage)} is lost")
         if tell_head:
             self.inject(0, Envelope("tok", Broken(stage)))
+
+    def relink(self) -> None:
+        """Link the ring anew and probe it: what still travels belongs to the links that were."""
+        self.cut.clear()
+        self._links_made += 1
+        self._log("--", lambda: "the ring is linked anew")
+        self.probe(self._links_made)
 
     def inject(self, stage: int, envelope: Envelope) -> None:
         """Hand a stage a message nobody sent: a late or repeated frame."""
@@ -313,8 +321,12 @@ class World:
         if self._trace:
             self.sent.append((self.now_s, stage, envelope))
         if stage not in self.cut:
-            due_s = self._due_s(stage, envelope)
-            self._at(due_s, lambda: None if stage in self.cut else self._deliver(self._next(stage), envelope))
+            due_s, made = self._due_s(stage, envelope), self._links_made
+            self._at(due_s, lambda: self._arrive(stage, envelope, made))
+
+    def _arrive(self, stage: int, envelope: Envelope, made: int) -> None:
+        if stage not in self.cut and made == self._links_made:
+            self._deliver(self._next(stage), envelope)
 
     def _due_s(self, stage: int, envelope: Envelope) -> float:
         """When the message arrives: behind what its lane still has to send, and in order."""

@@ -200,8 +200,8 @@ def check_memory(world: World) -> None:
     assert admission.parking.tokens == sum(budget.held_by(s) for s in admission.parking.ids)
     for session in sessions.running():
         assert budget.held_by(session.id) >= session.sent
-    for chain in world.chains:
-        assert chain.kv_tokens() <= budget.used_tokens
+    if world.head._relinking.serving:  # the stages of a lost ring are told by its reset
+        assert max(chain.kv_tokens() for chain in world.chains) <= budget.used_tokens
     assert sorted(s.id for s in admission.paused) == [s.id for s in admission.paused]
 
 
