@@ -44,6 +44,11 @@ class PolledLinks:
         self._links: dict[str, _Polled] = {}
         self._nursery: trio.Nursery | None = None
 
+    @property
+    def count(self) -> int:
+        """Links that are open."""
+        return len(self._links)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with open_flat_nursery() as nursery:
             self._nursery = nursery

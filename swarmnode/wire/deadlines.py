@@ -30,5 +30,11 @@ FRAME_S = 60.0
 KEEPALIVE_S = 30.0
 """Silence on a connection before the kernel asks whether the other machine is still there: a laptop that was switched
 off would otherwise hold its connections, and its places among those of its node, for ever."""
+RELAY_ANSWER_S = 5.0
+"""A node that is called through the coordinator, to dial it from its side: as long as a direct connection may take."""
 DIAL_BACK_S = 5.0
 """The coordinator's attempt to reach an address that a peer asked about; the peer's user waits for it."""
+PUSH_S = 20.0
+"""A polled link's push of 1 MiB at most: 50 KB/s; a slower uplink serves no model."""
+POLL_ANSWER_S = 40.0
+"""A polled link's GET, which the coordinator holds for 25 s without news; a proxy may add some."""

@@ -24,6 +24,12 @@ MAX_BUNDLE_FRAMES = 32
 MAX_BODY_BYTES = 1 << 20
 MAX_QUEUED_BYTES = 8 << 20
 """Per direction; beyond it `send_all` waits. The same as a direct channel's queue."""
+NUMBER_LIMIT = 1 << 53
+"""Bodies of one link: what JSON and every proxy can still count."""
+BUNDLE_HEADER = "x-relay-bundle"
+"""How many frames a body holds."""
+BUNDLES_HEADER = "x-relay-bundles"
+"""On every answer: 1, bundles are understood."""
 POLL_S = 25.0
 """How long a GET is held without news: proxies cut what is silent for 60 s, some for 30."""
 

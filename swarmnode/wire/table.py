@@ -218,6 +218,16 @@ def _load_kinds() -> tuple[Kind, ...]:
     )
 
 
+def _relay_kinds() -> tuple[Kind, ...]:
+    call = _key("call", _ID)
+    return (
+        _kind("relay_call", "relay", (_key("to", _ID),)),
+        _kind("relay_offer", "relay", (call, _key("source", _ID))),
+        _kind("relay_answer", "relay", (call,)),
+        _kind("tunnel", "relay", (_key("n", Int(0, 1 << 16)),), "raw"),
+    )
+
+
 def _join_kinds() -> tuple[Kind, ...]:
     return (
         _kind("ca", "join", (), "map"),
@@ -256,7 +266,15 @@ def _other_kinds() -> tuple[Kind, ...]:
 
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
-    for kinds in (_link_kinds(), _ring_kinds(), _request_kinds(), _load_kinds(), _join_kinds(), _other_kinds())
+    for kinds in (
+        _link_kinds(),
+        _ring_kinds(),
+        _request_kinds(),
+        _load_kinds(),
+        _join_kinds(),
+        _relay_kinds(),
+        _other_kinds(),
+    )
     for kind in kinds
 }
 

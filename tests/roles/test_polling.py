@@ -1,0 +1,278 @@
+"""Polled links through a real HTTP server: bytes both ways, proxies that buffer and cut, and what breaks a link."""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import trio
+from credentials import Node, Swarm
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from swarmnode.api.exchange import ExchangeMiddleware
+from swarmnode.api.limits import DEFAULT_LIMITS
+from swarmnode.api.middleware import ContentMiddleware, ErrorMiddleware, RequestIdMiddleware
+from swarmnode.api.polling import polling_router
+from swarmnode.api.server import open_api_listeners, serve_api
+from swarmnode.errors import LinkBroken
+from swarmnode.roles import polling as polling_module
+from swarmnode.roles.polling import PolledLinks
+from swarmnode.roles.polling_client import PollingAccess, polled_stream
+from swarmnode.wire import polled
+from swarmnode.wire.address import Address
+from swarmnode.wire.direct import DirectTransport
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.poll_signature import sign
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from swarmnode.wire.link import Channel, Hello
+
+
+class Coordinator:
+    """Its swarm port is bound but nobody can reach it: only the API port is open to the world."""
+
+    def __init__(self, folder: Path) -> None:
+        swarm = Swarm(folder)
+        self.node, self.peer, self.other = (
+            swarm.node("coordinator", ("coordinator",)),
+            swarm.node("attic"),
+            swarm.node("cellar"),
+        )
+        self.transport = DirectTransport(self.node.tls(enrolment=True))
+        self.links = PolledLinks(self.transport.accept)
+        self.url = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[trio.Nursery]:
+        app = FastAPI(
+            middleware=[
+                Middleware(ExchangeMiddleware, limits=DEFAULT_LIMITS),
+                Middleware(RequestIdMiddleware),
+                Middleware(ErrorMiddleware),
+                Middleware(ContentMiddleware),
+            ]
+        )
+        app.include_router(polling_router(self.links))
+        listeners = await open_api_listeners("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.transport.listen, Address("127.0.0.1", 0), echo, self.node.identity)
+            await nursery.start(self.links.run)
+            await nursery.start(serve_api, app, listeners)
+            yield nursery
+            nursery.cancel_scope.cancel()
+
+    def access(self, url: str | None = None) -> PollingAccess:
+        return PollingAccess(url or self.url, self.peer.node, self.peer.key)
+
+    @asynccontextmanager
+    async def channel(self, url: str | None = None) -> AsyncIterator[Channel]:
+        """A requests channel of the peer, carried by polling."""
+        mine = DirectTransport(self.peer.tls())
+        async with (
+            polled_stream(self.access(url)) as stream,
+            mine.connect_over(stream, self.peer.identity) as link,
+            link.open("requests") as channel,
+        ):
+            yield channel
+
+
+async def echo(_kind: str, _hello: Hello, channel: Channel) -> None:
+    async for frame in channel:
+        await channel.send(frame)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Coordinator:
+    return Coordinator(tmp_path)
+
+
+async def test_a_link_in_requests_carries_frames_both_ways(coordinator: Coordinator) -> None:
+    async with coordinator.running(), coordinator.channel() as channel:
+        assert channel.certified is not None
+        assert channel.certified.node == coordinator.node.node
+        for size in (1, 100, 1 << 20):
+            for _ in range(3):
+                await channel.send(Frame("data", {"offset": size}, b"x" * size))
+            for _ in range(3):
+                assert len((await channel.receive()).body) == size
+
+
+async def test_what_is_queued_travels_together(coordinator: Coordinator) -> None:
+    pushes: list[int] = []
+    push = coordinator.links.push
+
+    async def counting(*args: object) -> None:
+        pushes.append(int(args[3]))  # type: ignore[call-overload]
+        await push(*args)  # type: ignore[arg-type]
+
+    coordinator.links.push = counting  # type: ignore[method-assign, assignment]
+    async with coordinator.running(), coordinator.channel() as channel:
+        del pushes[:]
+        for number in range(200):
+            await channel.send(Frame("data", {"offset": number}, b"x"))
+        for number in range(200):
+            assert (await channel.receive()).header["offset"] == number
+        assert sum(pushes) == 200
+        assert len(pushes) < 60
+        assert max(pushes) <= polled.MAX_BUNDLE_FRAMES + 1
+
+
+async def test_the_end_of_one_side_reaches_the_other_and_nothing_is_left(coordinator: Coordinator) -> None:
+    async with coordinator.running():
+        async with coordinator.channel() as channel:
+            await channel.send(Frame("data", {"offset": 0}, b"x"))
+            await channel.receive()
+        await none_left(coordinator)
+
+
+async def test_a_coordinator_that_goes_away_breaks_the_link(coordinator: Coordinator) -> None:
+    async with trio.open_nursery() as nursery:
+        broke = trio.Event()
+
+        async def hold() -> None:
+            async with coordinator.channel() as channel:
+                await channel.send(Frame("data", {"offset": 0}, b"x"))
+                await channel.receive()
+                up.set()
+                await channel.receive()
+
+        async def breaks() -> None:
+            with pytest.raises(LinkBroken):
+                await hold()
+            broke.set()
+
+        up = trio.Event()
+        async with coordinator.running():
+            nursery.start_soon(breaks)
+            await up.wait()
+        with trio.fail_after(5):
+            await broke.wait()
+
+
+async def none_left(coordinator: Coordinator) -> None:
+    with trio.fail_after(5):
+        while coordinator.links.count:  # noqa: ASYNC110 - the coordinator's side ends by itself
+            await trio.sleep(0.01)
+
+
+async def request(coordinator: Coordinator, method: str, target: str, node: Node, body: bytes = b"") -> httpx.Response:
+    """One request as a node would sign it."""
+    async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+        headers = sign(node.key, method, target, body, time.time())
+        return await client.request(method, target, content=body, headers=headers)
+
+
+NAME = "0123456789abcdef" * 2
+
+
+async def test_a_push_that_comes_twice_breaks_the_link_and_is_not_run_again(coordinator: Coordinator) -> None:
+    target = f"/api/v1/infer/responses/{NAME}?n=0"
+    async with coordinator.running():
+        assert (await request(coordinator, "POST", target, coordinator.peer, b"\x16\x03\x01")).status_code == 204
+        again = await request(coordinator, "POST", target, coordinator.peer, b"\x16\x03\x01")
+        assert again.status_code == 502
+        lost = await request(coordinator, "POST", target.replace("n=0", "n=7"), coordinator.peer, b"x")
+        assert lost.status_code == 410
+        assert lost.json()["error"]["code"] == "gone"
+
+
+async def test_another_node_can_neither_push_into_a_link_nor_empty_it(coordinator: Coordinator) -> None:
+    async with coordinator.running():
+        opened = await request(
+            coordinator, "POST", f"/api/v1/infer/responses/{NAME}?n=0", coordinator.peer, b"\x16\x03\x01"
+        )
+        assert opened.status_code == 204
+        pushed = await request(coordinator, "POST", f"/api/v1/infer/responses/{NAME}?n=1", coordinator.other, b"x")
+        assert pushed.status_code == 410
+        own, theirs = coordinator.other.node, coordinator.peer.node
+        for peer, status in ((own, 410), (theirs, 401)):
+            target = f"/api/v1/infer/requests/{peer}?link={NAME}&n=0"
+            assert (await request(coordinator, "GET", target, coordinator.other)).status_code == status
+
+
+@pytest.mark.parametrize("spoilt", ["x-swarm-key", "x-swarm-time", "x-swarm-signature", "body", "target", "clock"])
+async def test_only_what_its_node_signed_is_taken(coordinator: Coordinator, spoilt: str) -> None:
+    target, body = f"/api/v1/infer/responses/{NAME}?n=0", b"\x16\x03\x01"
+    now = time.time() - (400 if spoilt == "clock" else 0)
+    headers = sign(coordinator.peer.key, "POST", target, body, now)
+    headers.pop(spoilt, None)
+    body = b"other" if spoilt == "body" else body
+    target = target.replace("n=0", "n=1") if spoilt == "target" else target
+    async with coordinator.running(), httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+        answer = await client.post(target, content=body, headers=headers)
+        assert answer.status_code == 401
+    assert coordinator.links.count == 0
+
+
+async def test_a_silent_link_is_ended(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling_module, "POLL_S", 0.1)
+    monkeypatch.setattr(polling_module, "SILENCE_S", 0.2)
+    async with coordinator.running():
+        target = f"/api/v1/infer/responses/{NAME}?n=0"
+        assert (await request(coordinator, "POST", target, coordinator.peer, b"\x16\x03\x01")).status_code == 204
+        await none_left(coordinator)
+
+
+async def test_a_node_opens_so_many_links_and_no_more(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polling_module, "MAX_LINKS_PER_NODE", 2)
+    async with coordinator.running():
+        statuses = []
+        for number in range(3):
+            target = f"/api/v1/infer/responses/{number:032x}?n=0"
+            statuses.append((await request(coordinator, "POST", target, coordinator.peer, b"\x16\x03\x01")).status_code)
+        assert statuses == [204, 204, 503]
+
+
+async def test_through_a_proxy_that_buffers_whole_bodies_and_cuts_what_is_idle(coordinator: Coordinator) -> None:
+    """As nginx does by default: a request is read to its end before it goes on, an answer before it comes back."""
+    async with coordinator.running() as nursery:
+        url = await nursery.start(_buffering_proxy, coordinator.url)
+        async with coordinator.channel(url) as channel:
+            for number in range(20):
+                await channel.send(Frame("data", {"offset": number}, b"x" * 20_000))
+                assert (await channel.receive()).header["offset"] == number
+
+
+async def _buffering_proxy(target: str, *, task_status: trio.TaskStatus[str]) -> None:
+    """HTTP/1.1, one request a connection; forwards only what is whole."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError, httpx.HTTPError):
+            head, _, body = (await _read_head(stream)).partition(b"\r\n\r\n")
+            lines = head.decode("latin-1").split("\r\n")
+            headers = [tuple(line.split(": ", 1)) for line in lines[1:] if not line.lower().startswith("host")]
+            length = int({name.lower(): value for name, value in headers}.get("content-length", 0))
+            while len(body) < length:
+                body += await stream.receive_some()
+            method, path, _ = lines[0].split(" ")
+            async with httpx.AsyncClient(base_url=target, trust_env=False, timeout=60) as client:
+                answer = await client.request(method, path, content=body, headers=headers)  # type: ignore[arg-type]
+            text = (
+                f"HTTP/1.1 {answer.status_code} X\r\ncontent-length: {len(answer.content)}\r\nconnection: close\r\n\r\n"
+            )
+            await stream.send_all(text.encode() + answer.content)
+            await stream.aclose()
+
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    task_status.started(f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}")
+    await trio.serve_listeners(serve, listeners)
+
+
+async def _read_head(stream: trio.SocketStream) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = await stream.receive_some()
+        if not part:
+            raise trio.BrokenResourceError
+        data += part
+    return data
