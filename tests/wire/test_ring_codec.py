@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.ids import SessionId
 from swarmnode.ring import messages as m
+from swarmnode.ring.parking import MAX_PARKED
 from swarmnode.ring.work import Activation, Continuation, Sampling
+from swarmnode.wire import limits
 from swarmnode.wire.frames import Frame, FrameDecoder, encode_bytes
 from swarmnode.wire.ring_codec import from_frame, to_frame
 
@@ -114,3 +116,10 @@ def test_other_kinds_are_no_ring_messages() -> None:
 def test_the_reason_of_a_failure_is_cut_to_what_a_frame_takes() -> None:
     frame = to_frame(m.Failed(SessionId(1), 0, "stage_failed", "x" * 10_000))
     assert len(FrameDecoder().feed(encode_bytes(frame))[0].header["message"]) == MAX_MESSAGE_CHARS
+
+
+def test_all_that_may_be_parked_fits_a_reset() -> None:
+    keep = tuple(SessionId(2**62 + i) for i in range(MAX_PARKED))
+    (frame,) = FrameDecoder().feed(encode_bytes(to_frame(m.Reset(SessionId(2**63 - 1), keep))))
+    assert from_frame(frame) == m.Reset(SessionId(2**63 - 1), keep)
+    assert MAX_PARKED <= limits.MAX_ROWS
