@@ -30,7 +30,7 @@ _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templ
 
 
 class TextPipeline:
-    """A model's tokenizer and chat template; thread-safe for one thread."""
+    """A model's tokenizer and chat template. One thread may encode while another one decodes."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` holds tokenizer.json and tokenizer_config.json (and maybe chat_template.jinja)."""

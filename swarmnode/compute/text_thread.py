@@ -1,49 +1,39 @@
-"""Stage 0's text side, on its own thread: chat to token ids, token ids to text, stop strings."""
+"""Stage 0's replies, on a thread of their own: token ids to text, stop strings, the frames a client hears of."""
 
 from __future__ import annotations
 
 import sys
-import traceback
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.compute.prompt_thread import Opened
 from swarmnode.compute.stops import StopMatcher
-from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, InvalidRequest, SwarmError
+from swarmnode.errors import MAX_MESSAGE_CHARS
 from swarmnode.ring.head_messages import (
     Accepted,
     Cancel,
     Finished,
     HeadEvent,
     HeadInput,
-    Open,
     Probed,
     Refused,
     Sampled,
     Started,
 )
-from swarmnode.ring.work import Sampling
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.limits import MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from swarmnode.compute.detokenizer import IncrementalDetokenizer
     from swarmnode.compute.text import TextPipeline
     from swarmnode.ids import RequestId, RingId
 
 
-@dataclass(frozen=True, slots=True)
-class OpenChat:
-    """A chat request as it came over the wire; `body` is its structured body (see docs/wire.md, `open`)."""
-
-    request: RequestId
-    body: Mapping[str, Any]
-
-
-TextInput = OpenChat | Cancel | HeadEvent | None
+TextInput = Opened | HeadEvent | None
 
 
 @dataclass(slots=True)
@@ -59,7 +49,7 @@ class _Reply:
 
 
 class TextThread:
-    """Turns requests into `Open`s for the loop (`submit`) and the head's events into frames (`post`)."""
+    """Turns the head's events into frames (`post`); a reply that met a stop string is cancelled (`submit`)."""
 
     def __init__(
         self,
@@ -88,10 +78,8 @@ class TextThread:
 
     def _handle(self, message: TextInput) -> None:
         match message:
-            case OpenChat():
-                self._open(message)
-            case Cancel():
-                self._submit(message)
+            case Opened(request=request, stops=stops):
+                self._replies[request] = _Reply(self._pipeline.detokenizer(), StopMatcher(stops))
             case Accepted(request=request, prompt_tokens=count):
                 self._post(Frame("accepted", {"request": request, "prompt_tokens": count}))
             case Started(request=request):
@@ -102,28 +90,11 @@ class TextThread:
                 self._finish(message)
             case Refused(request=request, code=code, message=text):
                 self._replies.pop(request, None)
-                self._post_error(request, code, text)
+                header = {"request": request, "code": code, "message": text[:MAX_MESSAGE_CHARS]}
+                self._post(Frame("error", header))
             case Probed(round_ms=round_ms):
+                print(f"[stage0] the ring's probe came round in {round_ms:.2f} ms", file=sys.stderr, flush=True)
                 self._post(Frame("probed", {"ring": self._ring, "ms": round_ms}))
-
-    def _open(self, chat: OpenChat) -> None:
-        try:
-            opened = self._prepare(chat)
-        except SwarmError as error:
-            self._post_error(chat.request, error.code, error.message, error.param)
-        except Exception as error:  # a template or tokenizer bug ends its request, not the stage
-            traceback.print_exc(file=sys.stderr)
-            self._post_error(chat.request, InternalError.code, f"tokenizing failed: {error}")
-        else:
-            self._submit(opened)
-
-    def _prepare(self, chat: OpenChat) -> Open:
-        body = chat.body
-        prompt = self._pipeline.encode_chat(body["messages"], body.get("template_kwargs", {}))
-        if not prompt:
-            raise InvalidRequest("the chat template made an empty prompt of these messages", param="messages")
-        self._replies[chat.request] = _Reply(self._pipeline.detokenizer(), StopMatcher(tuple(body.get("stop", ()))))
-        return Open(chat.request, tuple(prompt), body.get("max_tokens"), Sampling(**body["sampling"]))
 
     def _take_token(self, request: RequestId, token: int) -> None:
         reply = self._replies.get(request)
@@ -178,9 +149,3 @@ class TextThread:
             part = text[start : start + MAX_TEXT_CHARS]
             self._post(Frame("text", {"request": request, "text": part, "n": tokens}))
             tokens = 0
-
-    def _post_error(self, request: RequestId, code: str, message: str, param: str | None = None) -> None:
-        header = {"request": request, "code": code, "message": message[:MAX_MESSAGE_CHARS]}
-        if param:
-            header["param"] = param
-        self._post(Frame("error", header))

@@ -1,7 +1,7 @@
 """The stage worker (`swarmnode worker`): one process per loaded stage, frames on stdin and stdout, no trio.
 
-Four threads: this module's reader and writer, the text thread (stage 0 only), and the compute loop on the main
-thread. The process ends at once when its input closes; the kernel ends it when the node's process dies.
+Five threads: this module's reader and writer, on stage 0 one for prompts and one for replies, and the compute loop on
+the main thread. The process ends at once when its input closes; the kernel ends it when the node's process dies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.compute.prompt_thread import OpenChat, PromptThread
 from swarmnode.compute.ring_loop import RingLoop
 from swarmnode.compute.stage_report import StageReport, piece_tokens, report_scripted, report_stage
 from swarmnode.compute.step_costs import read_costs
-from swarmnode.compute.text_thread import OpenChat, TextThread
+from swarmnode.compute.text_thread import TextThread
 from swarmnode.compute.worker_spec import WorkerSpec
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, LinkBroken, ProtocolError, SwarmError
 from swarmnode.ring.head import Head
@@ -97,6 +98,7 @@ class Worker:
         stage = load(spec, self._report_loading)
         about = {**stage.report.as_map(), "pid": os.getpid()}
         text: TextThread | None = None
+        prompts: PromptThread | None = None
         loop = RingLoop(
             machine,
             stage.engine,
@@ -107,8 +109,11 @@ class Worker:
         )
         if stage.pipeline is not None:
             text = TextThread(spec.ring_id, stage.pipeline, loop.inbox.put, self._post)
+            limit = max(1, spec.max_in_flight + spec.max_waiting)
+            prompts = PromptThread(stage.pipeline, loop.inbox.put, text.inbox.put, self._post, limit)
             start_thread("text", text.run)
-        self._route = FrameRouter(loop, text, spec.num_stages).route
+            start_thread("prompts", prompts.run)
+        self._route = FrameRouter(loop, prompts, spec.num_stages).route
         self._post(Frame("ready", {}, pack_body(about)))
         loop.run()
 
@@ -167,33 +172,33 @@ def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
 
 
 class FrameRouter:
-    """Turns the node's frames into inputs of the loop and the text thread; runs on the reader thread."""
+    """Turns the node's frames into inputs of the loop and the prompt thread; runs on the reader thread."""
 
-    def __init__(self, loop: RingLoop, text: TextThread | None, stages: int) -> None:
+    def __init__(self, loop: RingLoop, prompts: PromptThread | None, stages: int) -> None:
         self._loop = loop
+        self._prompts = prompts
         self._stages = stages
-        self._text = text
         self._nonces = itertools.count(1)
 
     def route(self, frame: Frame) -> None:
         match frame.kind:
             case "open":
-                self._text_thread(frame).inbox.put(OpenChat(frame.header["request"], unpack_body(frame.body)))
+                self._prompt_thread(frame).put(OpenChat(frame.header["request"], unpack_body(frame.body)))
             case "cancel":
                 # to the loop at once, and behind an `open` that is still being tokenized
                 cancel = Cancel(frame.header["request"])
                 self._loop.inbox.put(cancel)
-                self._text_thread(frame).inbox.put(cancel)
+                self._prompt_thread(frame).put(cancel)
             case "probe_ring":
                 self._loop.inbox.put(read_measured(unpack_body(frame.body), self._stages))
                 self._loop.inbox.put(StartProbe(next(self._nonces)))
             case _:
                 self._loop.inbox.put(Envelope(frame.header.get("lane", ""), from_frame(frame)))
 
-    def _text_thread(self, frame: Frame) -> TextThread:
-        if self._text is None:
+    def _prompt_thread(self, frame: Frame) -> PromptThread:
+        if self._prompts is None:
             raise ProtocolError(f"{frame.kind} reached a stage that is not stage 0")
-        return self._text
+        return self._prompts
 
 
 @dataclass(frozen=True, slots=True)
