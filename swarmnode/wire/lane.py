@@ -1,7 +1,11 @@
-"""Order on a lane: `seq` counts frames per (ring, lane, link epoch), so nothing is lost, doubled or stale unseen."""
+"""Order on a lane: `seq` counts frames per (ring, lane, link epoch), so nothing is lost, doubled or stale unseen.
+
+What was sent is kept for a while, so that a link that drops and comes back goes on where the other end says it stopped.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +15,66 @@ if TYPE_CHECKING:
     from swarmnode.ids import RingId
     from swarmnode.ring.messages import Epoch
     from swarmnode.wire.frames import Frame
+
+
+KEPT_BYTES = 8 << 20
+"""Bodies of frames that were sent and are not acknowledged: a second of a 60 Mbit/s link. Beyond it the oldest go, and
+with them the chance to resume."""
+ACK_FRAMES = 32
+ACK_BYTES = 1 << 20
+"""After so many frames, or bytes of body, the receiver says what it has: often enough that little is kept, and a step's
+frame is answered once in a while only."""
+
+
+@dataclass(slots=True)
+class LaneLog:
+    """Frames that were given to a link, in order, until the other end has acknowledged them."""
+
+    _kept: deque[tuple[int, Frame]] = field(default_factory=deque, init=False)
+    _bytes: int = field(default=0, init=False)
+    _first: int = field(default=0, init=False)
+    """The earliest seq that can still be sent again."""
+
+    def sent(self, frame: Frame) -> None:
+        seq = frame.header["seq"]
+        self._kept.append((seq, frame))
+        self._bytes += len(frame.body)
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._forget_oldest()
+
+    def acknowledged(self, next_seq: int) -> None:
+        """The other end has everything before `next_seq`."""
+        while self._kept and self._kept[0][0] < next_seq:
+            self._forget_oldest()
+
+    def since(self, next_seq: int) -> list[Frame]:
+        """What the other end lacks, in order. Raises LinkBroken where a part of it is not kept any more."""
+        self.acknowledged(next_seq)
+        if next_seq < self._first:
+            raise LinkBroken(f"the other end lacks frames from {next_seq} on; kept are those from {self._first} on")
+        return [frame for _, frame in self._kept]
+
+    def _forget_oldest(self) -> None:
+        seq, frame = self._kept.popleft()
+        self._bytes -= len(frame.body)
+        self._first = seq + 1
+
+
+@dataclass(slots=True)
+class LaneAcks:
+    """When a receiver owes its sender an acknowledgement."""
+
+    _frames: int = field(default=0, init=False)
+    _bytes: int = field(default=0, init=False)
+
+    def took(self, frame: Frame) -> bool:
+        """Count a frame; whether it is time to acknowledge."""
+        self._frames += 1
+        self._bytes += len(frame.body)
+        if self._frames < ACK_FRAMES and self._bytes < ACK_BYTES:
+            return False
+        self._frames = self._bytes = 0
+        return True
 
 
 @dataclass(slots=True)

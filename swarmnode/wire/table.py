@@ -74,10 +74,12 @@ BODY_LIMITS: Mapping[BodyRule, int] = {
 
 
 def _check_tensor(kind: str, header: Mapping[str, Any], size: int) -> None:
+    """`bytes` is the tensor's size; a compressed body is smaller, or it would not be."""
     expected = DTYPE_BYTES[header["dtype"]]
     for dimension in header["shape"]:
         expected *= dimension
-    if not size == header["bytes"] == expected:
+    fits = 0 < size < expected if "zip" in header else size == expected
+    if not (fits and header["bytes"] == expected):
         raise ProtocolError(
             f"a {kind} frame declares {header['dtype']} {header['shape']} ({expected} bytes) in {header['bytes']} "
             f"bytes and carries {size}; the three must be equal"
@@ -117,6 +119,7 @@ _TENSOR = (
     _key("dtype", OneOf(tuple(DTYPE_BYTES))),
     _key("shape", Ints(1, limits.MAX_RANK, 1, limits.MAX_DIMENSION)),
     _key("bytes", Int(1, limits.MAX_BODY_BYTES)),
+    _maybe("zip", OneOf(("split-zstd",))),
 )
 _TIMES = (_maybe("ms", Numbers(limits.MAX_STAGES)), _maybe("wait_ms", Number()))
 _ERROR = (_key("code", _CODE), _key("message", _MESSAGE))

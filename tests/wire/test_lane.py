@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.ids import RingId
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.lane import LaneReceiver, LaneSender
+from swarmnode.wire.lane import ACK_BYTES, ACK_FRAMES, KEPT_BYTES, LaneAcks, LaneLog, LaneReceiver, LaneSender
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,3 +101,46 @@ def test_a_frame_without_its_route_is_a_protocol_error(missing: str) -> None:
     del header[missing]
     with pytest.raises(ProtocolError):
         receiver().accept(Frame("end", header))
+
+
+def sent(count: int, body_bytes: int = 0) -> tuple[LaneLog, list[Frame]]:
+    lane, log = sender(), LaneLog()
+    frames = [lane.stamp(Frame("data", {"offset": n}, bytes(body_bytes))) for n in range(count)]
+    for frame in frames:
+        log.sent(frame)
+    return log, frames
+
+
+@given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=5), st.integers(0, 20))
+def test_a_link_that_comes_back_gets_exactly_what_it_lacks(count: int, acknowledged: list[int], has: int) -> None:
+    log, frames = sent(count)
+    for next_seq in acknowledged:
+        log.acknowledged(min(next_seq, has))
+    assert log.since(min(has, count)) == frames[min(has, count) :]
+
+
+def test_beyond_what_is_kept_the_link_is_broken() -> None:
+    log, frames = sent(5, KEPT_BYTES // 4)
+    assert log.since(1) == frames[1:]
+    log, _ = sent(5, KEPT_BYTES // 4)
+    with pytest.raises(LinkBroken, match="lacks frames from 0 on; kept are those from 1 on"):
+        log.since(0)
+
+
+def test_the_newest_frame_is_kept_whatever_its_size() -> None:
+    log, frames = sent(2, KEPT_BYTES + 1)
+    assert log.since(1) == frames[1:]
+
+
+def test_what_was_acknowledged_cannot_be_asked_for_again() -> None:
+    log, _ = sent(3)
+    log.acknowledged(2)
+    with pytest.raises(LinkBroken):
+        log.since(1)
+
+
+def test_a_receiver_acknowledges_after_so_many_frames_or_bytes() -> None:
+    acks, small = LaneAcks(), Frame("end", {"session": 1})
+    assert [acks.took(small) for _ in range(2 * ACK_FRAMES)] == ([False] * (ACK_FRAMES - 1) + [True]) * 2
+    half = Frame("data", {"offset": 0}, bytes(ACK_BYTES // 2))
+    assert [acks.took(half) for _ in range(4)] == [False, True, False, True]
