@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 RETURN_BYTES = 64 << 20
 """Caches freed on a CPU until the C library is told to let go: rarely enough to cost nothing."""
+IDLE_WORKS = 64
+"""A session that so many forwards passed by is parked, as far as can be seen here. Hundreds of them may be, so their
+unused room is given back; one that was only slow pays one copy of its past."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class _Session:
     cache: SessionCache
     history: list[int] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
+    last_work: int = 0
 
 
 class TorchEngine:
@@ -38,11 +42,13 @@ class TorchEngine:
     def __init__(self, model: StageModel) -> None:
         self.model = model
         self._sessions: dict[SessionId, _Session] = {}
+        self._works = 0
         self._freed_bytes = 0
         """Of caches, since they were last given back to the system."""
 
     def run(self, work: Work) -> WorkResult:
         """One forward: a piece of one prompt, or one position of several sessions."""
+        self._works += 1
         with torch.inference_mode():
             return self._run_piece(work) if isinstance(work, PieceWork) else self._run_group(work)
 
@@ -107,6 +113,8 @@ class TorchEngine:
 
     def _session_of(self, piece: PieceWork) -> _Session:
         """The piece's session with its past: nothing, a parked one's, or what earlier pieces wrote."""
+        if piece.start is not None or piece.pos == 0:
+            self._trim_idle()
         if piece.start is not None:
             if piece.start.length != piece.pos:
                 raise StageFailed(f"the piece begins at {piece.pos}, but continues {piece.start.length} positions")
@@ -135,7 +143,13 @@ class TorchEngine:
         if session is None:
             raise CacheGap(f"session {key} is not here; its work starts at position {pos}")
         session.cache.crop(pos)
+        session.last_work = self._works
         return session
+
+    def _trim_idle(self) -> None:
+        for session in self._sessions.values():
+            if session.last_work < self._works - IDLE_WORKS:
+                session.cache.trim()
 
     def _session_for(self, row: DecodeRow) -> _Session:
         session = self._session_at(row.session, row.pos)

@@ -73,6 +73,14 @@ class SessionCache:
                 if buffer is not None and (buffer.shape[2] - capacity) * _LARGE_UNUSED > buffer.shape[2]:
                     buffers[layer] = _resized(buffer, length, capacity)
 
+    def trim(self) -> None:
+        """Give back all that is unused; the next position to be written makes the buffers grow again."""
+        for layer, length in enumerate(self._lengths):
+            for buffers in (self._keys, self._values):
+                buffer = buffers[layer]
+                if buffer is not None and buffer.shape[2] > length:
+                    buffers[layer] = _resized(buffer, length, length)
+
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (1, kv_heads, n, head_dim) behind the past of `layer`; return views of past and new together."""
         start = self._lengths[layer]

@@ -9,6 +9,7 @@ import torch
 from stage_chains import Chain, Reference, even_cuts, generate, prompt_of, stage_specs
 from tiny_models import make_tiny
 
+from swarmnode.compute.engine import IDLE_WORKS
 from swarmnode.compute.loader import load_stage
 from swarmnode.errors import CacheGap, StageFailed
 from swarmnode.ids import SessionId
@@ -145,3 +146,17 @@ def test_copies_take_what_they_need_and_a_much_shorter_move_gives_the_rest_back(
     engine.run(PieceWork(SessionId(OTHER), 30, (5,), False, start=Continuation(SessionId(MOVED), 30, True)))
     assert engine.kv_bytes() == 2 * size[64]
     assert engine.kv_tokens() == 22 + 31
+
+
+def test_a_session_that_nobody_runs_holds_no_more_than_its_positions(tmp_path: Path, parity: Parity) -> None:
+    parked = Parked(tmp_path, "llama", {}, 1)
+    chain, (engine,) = parked.chain, parked.chain.engines
+    position_bytes = 2 * LAYERS * 2 * 16 * 4
+    chain.prefill(OTHER, FIRST[:5], 32)
+    for _ in range(IDLE_WORKS):
+        chain.step(OTHER)
+    assert engine.kv_bytes() == (128 + 128) * position_bytes
+    chain.prefill(FRESH, FIRST[:5], 32)
+    assert engine.kv_bytes() == (parked.length + 128 + 64) * position_bytes
+    start = Continuation(SessionId(PARKED), parked.length, move=True)
+    parity.check(chain.park(MOVED, parked.second, NEW_TOKENS, 16, start=start), parked.reference(parked.second))
