@@ -111,9 +111,9 @@ class ToxicProxy:
             await trio.serve_listeners(self._serve, [listener])
 
     def _reset_all(self) -> None:
+        self.resets += len(self._streams)
         for stream in list(self._streams):
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.resets += 1
             stream.socket.close()
 
     async def _serve(self, near: trio.SocketStream) -> None:
