@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.catalog.layer_kinds import recurrent_layers
+from swarmnode.compute.model_config import read_config
 from swarmnode.compute.prompt_thread import OpenChat, PromptThread
 from swarmnode.compute.ring_loop import RingLoop
 from swarmnode.compute.stage_report import StageReport, piece_tokens, report_scripted, report_stage
@@ -247,6 +249,7 @@ def make_machine(spec: WorkerSpec) -> Head | Stage:
             max_group=spec.max_group,
             schedule=spec.schedule,
             typical_tokens=spec.typical_tokens,
+            exact_prefix=not spec.scripted and bool(recurrent_layers(read_config(Path(spec.folder)))),
         )
     )
 

@@ -58,10 +58,10 @@ def head_spec(folder: Path, **settings: Any) -> WorkerSpec:
 
 
 @contextmanager
-def running(spec: WorkerSpec) -> Iterator[tuple[FrameReader, FrameWriter]]:
+def running(spec: WorkerSpec, patience_s: float = PATIENCE_S) -> Iterator[tuple[FrameReader, FrameWriter]]:
     command = [sys.executable, "-m", "swarmnode", "worker", "--parent", str(os.getpid())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    deadline = threading.Timer(PATIENCE_S, process.kill)
+    deadline = threading.Timer(patience_s, process.kill)
     deadline.start()
     assert process.stdin is not None
     assert process.stdout is not None
