@@ -21,9 +21,9 @@ KEPT_BYTES = 8 << 20
 """Bodies of frames that were sent and are not acknowledged: a second of a 60 Mbit/s link. Beyond it the oldest go, and
 with them the chance to resume."""
 ACK_FRAMES = 32
-ACK_BYTES = 1 << 20
-"""After so many frames, or bytes of body, the receiver says what it has: often enough that little is kept, and a step's
-frame is answered once in a while only."""
+ACK_BYTES = 64 << 10
+"""After so many frames, or bytes of body, the receiver says what it has: often enough that little is kept. A step's
+frame is answered once in a while only, a prompt piece always, which is what its link is measured by."""
 
 
 @dataclass(slots=True)
