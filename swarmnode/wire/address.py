@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from swarmnode.errors import InvalidRequest
 
@@ -15,6 +16,30 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiUrl:
+    """A coordinator's API port as others reach it, perhaps through a tunnel or a proxy: links to it are polled."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Place = Address | ApiUrl
+"""Where a coordinator answers."""
+
+
+def parse_place(text: str) -> Place:
+    """HOST:PORT, or the URL of an API port; raises InvalidRequest that names the text."""
+    if "://" not in text:
+        return parse_address(text)
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query or url.fragment:
+        raise InvalidRequest(f"{text[:120]!r} is not HOST:PORT and not http(s)://HOST[:PORT]")
+    return ApiUrl(text.rstrip("/"))
 
 
 def parse_address(text: str) -> Address:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from swarmnode.wire.link import Channel
+T = TypeVar("T")
 
 HEAD_START_S = 0.25
 """Before the next way is tried as well: a round trip to most places, and one more."""
@@ -29,11 +29,11 @@ ROUTES = ("direct", "relayed", "polled")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One attempt: `open` brings a channel up (HELLO and WELCOME included) and holds it for the block."""
+class Way(Generic[T]):
+    """One attempt: `open` brings a channel up (HELLO and WELCOME included), or a link, and holds it for the block."""
 
     route: str
-    open: Callable[[], AbstractAsyncContextManager[Channel]]
+    open: Callable[[], AbstractAsyncContextManager[T]]
     name: str = ""
     """For people: the address, or through whom."""
 
@@ -43,16 +43,16 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialed:
-    """The way that won; `took_s` is from its own start to WELCOME."""
+class Dialed(Generic[T]):
+    """What is up, and the way that won; `took_s` is from its own start to WELCOME."""
 
-    way: Way
-    channel: Channel
+    way: Way[T]
+    up: T
     took_s: float
 
 
 @asynccontextmanager
-async def dial_best(ways: Sequence[Way]) -> AsyncIterator[Dialed]:
+async def dial_best(ways: Sequence[Way[T]]) -> AsyncIterator[Dialed[T]]:
     """Race `ways`, best first. Of those that are up the better route wins, of one route the shorter round trip.
 
     Raises LinkBroken that tells of every way.
@@ -65,10 +65,10 @@ async def dial_best(ways: Sequence[Way]) -> AsyncIterator[Dialed]:
         nursery.cancel_scope.cancel()
 
 
-class _Race:
-    def __init__(self, ways: Sequence[Way]) -> None:
+class _Race(Generic[T]):
+    def __init__(self, ways: Sequence[Way[T]]) -> None:
         self._ways = ways
-        self._up: list[Dialed] = []
+        self._up: list[Dialed[T]] = []
         self._failed: dict[int, str] = {}
         self._changed = trio.Event()
         self._over = trio.Event()
@@ -84,7 +84,7 @@ class _Race:
             if self._over.is_set():
                 return
 
-    async def decided(self) -> Dialed:
+    async def decided(self) -> Dialed[T]:
         """Wait for the winner; the other ways are closed."""
         while not self._up:
             if len(self._failed) == len(self._ways):
@@ -106,12 +106,12 @@ class _Race:
         settled = set(self._failed) | {self._ways.index(dialed.way) for dialed in self._up}
         return any(way.rank < best for number, way in enumerate(self._ways) if number not in settled)
 
-    async def _try(self, number: int, way: Way) -> None:
+    async def _try(self, number: int, way: Way[T]) -> None:
         began_s = trio.current_time()
         with self._scopes[number]:
             try:
-                async with way.open() as channel:
-                    self._up.append(Dialed(way, channel, trio.current_time() - began_s))
+                async with way.open() as up:
+                    self._up.append(Dialed(way, up, trio.current_time() - began_s))
                     self._notify()
                     await trio.sleep_forever()
             except SwarmError as error:

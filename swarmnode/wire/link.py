@@ -235,3 +235,15 @@ class Transport(Protocol):
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serve channels until cancelled; started with the address that was bound (port 0: any free one)."""
+
+
+class CarriedTransport(Transport, Protocol):
+    """One whose links can travel over any stream: through a relay, or in plain requests."""
+
+    def connect_over(
+        self, stream: trio.abc.Stream, identity: Identity, options: LinkOptions = ...
+    ) -> AbstractAsyncContextManager[Link]:
+        """`connect`, over a stream that reaches the other node already."""
+
+    async def accept(self, stream: trio.abc.Stream, source: str) -> None:
+        """Serve a stream that came by another way as if it had come to the listener, to its end."""

@@ -1,0 +1,120 @@
+"""How a node reaches others: straight, through the coordinator's relay, or in plain requests to its API port."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from swarmnode.errors import LinkBroken
+from swarmnode.roles.polling_client import PollingAccess, polled_stream
+from swarmnode.wire.address import Address, ApiUrl
+from swarmnode.wire.dialing import Dialed, Way, dial_best
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import NO_OPTIONS, Channel, Link, LinkOptions
+from swarmnode.wire.tunnel import TunnelStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from swarmnode.ids import NodeId
+    from swarmnode.wire.address import Place
+    from swarmnode.wire.certificates import PrivateKey
+    from swarmnode.wire.link import CarriedTransport, Identity
+
+DIRECT, RELAYED, POLLED = "direct", "relayed", "polled"
+
+
+class Roads:
+    """`places`: where the coordinator answers, set anew when it moves. `routes`: those that may be used."""
+
+    def __init__(
+        self,
+        transport: CarriedTransport,
+        identity: Identity,
+        key: PrivateKey,
+        routes: Sequence[str],
+        places: Sequence[Place] = (),
+    ) -> None:
+        self.places = tuple(places)
+        self._transport = transport
+        self._identity = identity
+        self._key = key
+        self._routes = tuple(routes)
+
+    @asynccontextmanager
+    async def to_coordinator(self, kind: str, options: LinkOptions = NO_OPTIONS) -> AsyncIterator[Dialed[Channel]]:
+        """A channel of `kind` on a connection of its own. Raises LinkBroken that tells of every place tried."""
+        ways = [
+            Way(route, partial(self._channel_at, place, kind, options), str(place)) for route, place in self._ways()
+        ]
+        async with dial_best(ways) as dialed:
+            yield dialed
+
+    @asynccontextmanager
+    async def link_to_coordinator(self, options: LinkOptions = NO_OPTIONS) -> AsyncIterator[Link]:
+        """A connection for several channels."""
+        ways = [Way(route, partial(self._link_at, place, options), str(place)) for route, place in self._ways()]
+        async with dial_best(ways) as dialed:
+            yield dialed.up
+
+    @asynccontextmanager
+    async def to_peer(
+        self, node: NodeId, addresses: Sequence[Address], kind: str, options: LinkOptions
+    ) -> AsyncIterator[Dialed[Channel]]:
+        """A channel to another peer: straight to one of its addresses, else through the coordinator."""
+        ways: list[Way[Channel]] = []
+        if DIRECT in self._routes:
+            dial = self._transport.dial
+            ways += [Way(DIRECT, partial(dial, at, kind, self._identity, options), str(at)) for at in addresses]
+        if RELAYED in self._routes:
+            ways.append(Way(RELAYED, partial(self._through_relay, node, kind, options), "through the coordinator"))
+        if not ways:
+            raise LinkBroken(f"of the routes {', '.join(self._routes)} none leads from one peer to another")
+        async with dial_best(ways) as dialed:
+            yield dialed
+
+    def _ways(self) -> list[tuple[str, Place]]:
+        """Addresses before URLs, those that answered last first."""
+        direct = [(DIRECT, place) for place in self.places if isinstance(place, Address) and DIRECT in self._routes]
+        polled = [(POLLED, place) for place in self.places if isinstance(place, ApiUrl) and POLLED in self._routes]
+        if not direct and not polled:
+            raise LinkBroken(f"no place of the coordinator can be reached by {', '.join(self._routes)}")
+        return [*direct, *polled]
+
+    @asynccontextmanager
+    async def _channel_at(self, place: Place, kind: str, options: LinkOptions) -> AsyncIterator[Channel]:
+        async with self._link_at(place, options) as link, link.open(kind) as channel:
+            yield channel
+
+    @asynccontextmanager
+    async def _link_at(self, place: Place, options: LinkOptions) -> AsyncIterator[Link]:
+        if isinstance(place, Address):
+            async with self._transport.connect(place, self._identity, options) as link:
+                yield link
+            return
+        access = PollingAccess(place.text, self._identity.node, self._key)
+        async with (
+            polled_stream(access) as stream,
+            self._transport.connect_over(stream, self._identity, options) as link,
+        ):
+            yield link
+
+    @asynccontextmanager
+    async def _through_relay(self, node: NodeId, kind: str, options: LinkOptions) -> AsyncIterator[Channel]:
+        outer = LinkOptions(parameters=options.parameters)
+        async with self.to_coordinator("relay", outer) as dialed:
+            await dialed.up.send(Frame("relay_call", {"to": node}))
+            tunnel = TunnelStream(dialed.up)
+            async with (
+                self._transport.connect_over(tunnel, self._identity, options) as link,
+                link.open(kind) as channel,
+            ):
+                yield channel
+
+    async def answer_relay(self, call: str) -> None:
+        """Another peer calls through the coordinator: take the call, and serve it as a connection to this node's
+        swarm port, to its end."""
+        async with self.to_coordinator("relay") as dialed:
+            await dialed.up.send(Frame("relay_answer", {"call": call}))
+            await self._transport.accept(TunnelStream(dialed.up), "relay")

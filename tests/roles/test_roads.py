@@ -1,0 +1,181 @@
+"""Which road a node takes, over real sockets with real TLS: straight, through the relay, in requests, and both."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import asynccontextmanager, closing
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+from credentials import Node, Swarm
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from swarmnode.api.exchange import ExchangeMiddleware
+from swarmnode.api.limits import DEFAULT_LIMITS
+from swarmnode.api.middleware import ErrorMiddleware, RequestIdMiddleware
+from swarmnode.api.polling import polling_router
+from swarmnode.api.server import open_api_listeners, serve_api
+from swarmnode.errors import LinkBroken
+from swarmnode.ids import NodeId, RingId
+from swarmnode.roles.polling import PolledLinks
+from swarmnode.roles.relay import Relay
+from swarmnode.roles.roads import Roads
+from swarmnode.wire.address import Address, ApiUrl
+from swarmnode.wire.dialing import ROUTES
+from swarmnode.wire.direct import DirectTransport
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import LinkOptions, Parameters
+from swarmnode.wire.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from swarmnode.wire.link import Channel, Hello
+
+ANYWHERE = Address("127.0.0.1", 0)
+
+
+class Neighbourhood:
+    """A coordinator with swarm port, API port and relay, and two peers; what reaches what is up to their roads."""
+
+    def __init__(self, folder: Path) -> None:
+        swarm = Swarm(folder)
+        self.coordinator = swarm.node("coordinator", ("coordinator",))
+        self.attic, self.cellar = swarm.node("attic"), swarm.node("cellar")
+        self.transport = DirectTransport(self.coordinator.tls())
+        self.links = PolledLinks(self.transport.accept)
+        self.relay = Relay(self._tell, Traffic())
+        self._cellar_roads: Roads | None = None
+        self._nursery: trio.Nursery | None = None
+
+    @asynccontextmanager
+    async def running(self, *, cellar_routes: Sequence[str] = ROUTES) -> AsyncIterator[None]:
+        app = FastAPI(
+            middleware=[
+                Middleware(ExchangeMiddleware, limits=DEFAULT_LIMITS),
+                Middleware(RequestIdMiddleware),
+                Middleware(ErrorMiddleware),
+            ]
+        )
+        app.include_router(polling_router(self.links))
+        listeners = await open_api_listeners("127.0.0.1", 0)
+        self.url = ApiUrl(f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}")
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self.address = await nursery.start(self.transport.listen, ANYWHERE, self._serve, self.coordinator.identity)
+            await nursery.start(self.links.run)
+            await nursery.start(serve_api, app, listeners)
+            transport = DirectTransport(self.cellar.tls())
+            self.cellar_address = await nursery.start(transport.listen, ANYWHERE, echo, self.cellar.identity)
+            self._cellar_roads = self.roads(self.cellar, cellar_routes, transport=transport)
+            yield
+            nursery.cancel_scope.cancel()
+
+    def roads(self, node: Node, routes: Sequence[str], transport: DirectTransport | None = None) -> Roads:
+        own = transport or DirectTransport(node.tls())
+        return Roads(own, node.identity, node.key, routes, (self.address, self.url))
+
+    async def _serve(self, kind: str, hello: Hello, channel: Channel) -> None:
+        if kind == "relay":
+            await self.relay.serve(hello, channel)
+        else:
+            await echo(kind, hello, channel)
+
+    def _tell(self, node: NodeId, frame: Frame) -> bool:
+        if node != self.cellar.node or self._nursery is None or self._cellar_roads is None:
+            return False
+        self._nursery.start_soon(self._cellar_roads.answer_relay, frame.header["call"])
+        return True
+
+
+async def echo(_kind: str, _hello: Hello, channel: Channel) -> None:
+    async for frame in channel:
+        await channel.send(frame)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Neighbourhood:
+    return Neighbourhood(tmp_path)
+
+
+@pytest.fixture
+def nowhere() -> Address:
+    """Nobody listens there."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return Address(*server.getsockname())
+
+
+async def said(channel: Channel) -> bool:
+    for size in (3, 300_000):
+        await channel.send(Frame("data", {"offset": 1}, b"x" * size))
+        assert len((await channel.receive()).body) == size
+    return True
+
+
+@pytest.mark.parametrize(("routes", "route"), [(ROUTES, "direct"), (("polled",), "polled"), (("direct",), "direct")])
+async def test_the_coordinator_is_reached_by_the_best_road_allowed(
+    home: Neighbourhood, routes: Sequence[str], route: str
+) -> None:
+    async with home.running(), home.roads(home.attic, routes).to_coordinator("control") as dialed:
+        assert dialed.way.route == route
+        assert await said(dialed.up)
+
+
+async def test_without_its_swarm_port_the_coordinator_is_polled(home: Neighbourhood, nowhere: Address) -> None:
+    async with home.running():
+        roads = home.roads(home.attic, ROUTES)
+        roads.places = (nowhere, home.url)
+        async with roads.to_coordinator("requests") as dialed:
+            assert dialed.way.route == "polled"
+            assert await said(dialed.up)
+
+
+LANE = Parameters(RingId("r1"), (1, 0), "act", 0)
+
+
+@pytest.mark.parametrize(
+    ("reachable", "routes", "cellar_routes", "route"),
+    [
+        pytest.param(True, ROUTES, ROUTES, "direct", id="straight"),
+        pytest.param(False, ROUTES, ROUTES, "relayed", id="its port is closed"),
+        pytest.param(True, ("relayed", "direct"), ROUTES, "direct", id="straight although the relay is named first"),
+        pytest.param(False, ("relayed", "polled"), ("relayed", "polled"), "relayed", id="relayed in requests"),
+    ],
+)
+async def test_a_peer_is_reached_by_the_best_road_there_is(
+    home: Neighbourhood,
+    nowhere: Address,
+    reachable: bool,
+    routes: Sequence[str],
+    cellar_routes: Sequence[str],
+    route: str,
+) -> None:
+    async with home.running(cellar_routes=cellar_routes):
+        addresses = [home.cellar_address if reachable else nowhere]
+        options = LinkOptions(LANE, node=home.cellar.node)
+        async with home.roads(home.attic, routes).to_peer(home.cellar.node, addresses, "steps", options) as dialed:
+            assert dialed.way.route == route
+            assert dialed.up.certified is not None
+            assert dialed.up.certified.node == home.cellar.node
+            assert await said(dialed.up)
+
+
+async def test_another_node_at_the_address_is_not_taken_for_the_peer(home: Neighbourhood) -> None:
+    async with home.running():
+        roads = home.roads(home.attic, ("direct",))
+        options = LinkOptions(LANE, node=home.attic.node)
+        with pytest.raises(LinkBroken, match="answered where"):
+            async with roads.to_peer(home.attic.node, [home.cellar_address], "steps", options):
+                pass
+
+
+async def test_every_road_that_failed_is_named(home: Neighbourhood, nowhere: Address) -> None:
+    async with home.running():
+        roads = home.roads(home.attic, ROUTES)
+        stranger = NodeId("0" * 32)
+        with pytest.raises(LinkBroken, match=r"direct .* cannot connect .*; relayed .* is not connected"):
+            async with roads.to_peer(stranger, [nowhere], "steps", LinkOptions(LANE)):
+                pass
