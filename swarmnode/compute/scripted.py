@@ -31,6 +31,7 @@ KV_BYTES_PER_TOKEN_LAYER = 64
 _MODULUS = 65_521
 """The largest prime below 2^16: checksums stay exact in float32."""
 _UNKNOWN = -1
+MAX_PROMPTS = 256
 LEAST_MS = 0.01
 
 
@@ -50,6 +51,8 @@ class ScriptedEngine:
     def __init__(self, script: Script, spec: StageSpec, sleep: Callable[[float], None] = time.sleep) -> None:
         self._script, self._spec, self._sleep = script, spec, sleep
         self._sessions: dict[SessionId, _Session] = {}
+        self._prompts: dict[SessionId, tuple[int, ...]] = {}
+        """Of the last sessions, also of those that were freed: one that was paused comes back under its id."""
 
     def run(self, work: Work) -> WorkResult:
         """Check, wait as long as the script says, and answer."""
@@ -83,9 +86,9 @@ class ScriptedEngine:
         self._check(work.hidden, positions, work.ids)
         self._wait(self._script.prefill_ms_per_token * len(work.ids))
         session.length = end
-        session.prompt_length = end if work.last else None
+        session.prompt_length = self._prompt_length(work.session, session.tokens) if work.last else None
         if work.last:
-            session.reply = self._script.reply_to(session.tokens)
+            session.reply = self._script.reply_to(session.tokens[: session.prompt_length])
             self._fail_if_told(session, end)
         if not self._spec.is_last:
             return WorkResult(hidden=self._rows(positions, work.ids))
@@ -115,6 +118,16 @@ class ScriptedEngine:
         if start.move:
             del self._sessions[start.source]
         return _Session(source.tokens[: start.length], start.length)
+
+    def _prompt_length(self, key: SessionId, tokens: list[int]) -> int:
+        """The prompt's length; a session that was paused reads its reply so far with it, and goes on behind that."""
+        prompt = self._prompts.pop(key, ())
+        if not prompt or tuple(tokens[: len(prompt)]) != prompt:
+            prompt = tuple(tokens)
+        self._prompts[key] = prompt
+        if len(self._prompts) > MAX_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        return len(prompt)
 
     def _cropped(self, key: SessionId, pos: int) -> _Session:
         session = self._sessions.get(key)

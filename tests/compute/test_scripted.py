@@ -169,6 +169,17 @@ def test_a_parked_session_is_continued_on_every_stage(stages: int, move: bool) -
             engine.run(PieceWork(B, 5, (1,), True, start=Continuation(A, 5, move)))
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_session_that_was_paused_goes_on_behind_what_it_had_said(stages: int) -> None:
+    ring = chain(stages)
+    assert ring.reply(1, [5, 6], 2, 1) == [10, 11]
+    ring.free(1)
+    assert ring.reply(1, [5, 6, 10, 11], 2, 3) == [12, 2]
+    ring.free(1)
+    assert ring.reply(1, [5, 6, 10, 11, 12], 1, 2) == [2]
+    assert ring.reply(2, [5, 6, 10, 11], 1, 2) == [10], "another session says what it says from the beginning"
+
+
 def test_gaps_and_missing_tokens_raise() -> None:
     ring = chain(2)
     ring.prefill(1, [1, 2], 2)
