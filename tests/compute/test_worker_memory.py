@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from swarmnode.wire.blocking import FrameReader, FrameWriter
 
 MIB = 1 << 20
-ROOM_BYTES = 120 * MIB
+ROOM_BYTES = 140 * MIB
 """Of the allowance, beyond what a process takes that has loaded the libraries: a few thousand tokens."""
 LAYERS = 4
 CONTEXT = 4096
@@ -31,8 +31,8 @@ TOKEN_BYTES = 2 * LAYERS * 4 * 64 * 4
 SOAK_REQUESTS = 1000
 WARM_REQUESTS = 200
 GROWTH_BYTES = 24 * MIB
-"""Of the process over the requests after the first ones: allocator noise. A leak of one position each would be 6 MiB,
-one of a growth step 400."""
+"""Of what the process takes besides caches, after the first quarter: allocator noise. Caches of 10 positions that are
+lost with each request would be 60 MiB, lost growth steps 400."""
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +127,8 @@ def test_k3_a_full_budget_stays_below_the_allowance(servable: Path) -> None:
         while len(worker.ended) < sessions:
             worker.hear()
         assert {frame.kind for frame in worker.ended.values()} == {"done"}
-        assert worker.most["kv_tokens"] > 0.75 * worker.kv_tokens
-        assert worker.most["kv_bytes"] > 0.75 * worker.kv_tokens * TOKEN_BYTES
+        assert worker.most["kv_tokens"] > 0.7 * worker.kv_tokens
+        assert worker.most["kv_bytes"] > 0.7 * worker.kv_tokens * TOKEN_BYTES
         assert worker.peak_bytes() < allowance
 
 
@@ -136,20 +136,23 @@ def test_k3_a_full_budget_stays_below_the_allowance(servable: Path) -> None:
 def test_k4_memory_is_flat_over_a_thousand_requests(servable: Path) -> None:
     rng = random.Random(2)
     system = words(rng, 80)
-    settings = {"max_in_flight": 4, "max_waiting": 8, "kv_tokens": 10**6, "memory_bytes": resident_bytes() + ROOM_BYTES}
+    allowance = resident_bytes() + ROOM_BYTES
+    settings = {"max_in_flight": 4, "max_waiting": 8, "memory_bytes": allowance}
     for worker in workers(servable, 1200.0, **settings):
-        sizes = []
+        worker.forget_peak()
+        others = []  # what the process takes besides its caches
         for index in range(SOAK_REQUESTS):
             text = system * rng.randrange(2) + words(rng, rng.choice((1, 30, 200, 900)))
             worker.ask(str(index), text, rng.choice((1, 8, 40)))
             while len(worker.ended) < index - 6:
                 worker.hear()
             if index % 50 == 0 and index >= WARM_REQUESTS:
-                sizes.append(worker.resident_bytes())
+                others.append(worker.resident_bytes() - worker.gauges["kv_bytes"])
         while len(worker.ended) < SOAK_REQUESTS or not worker.quiet:
             worker.hear()
         assert {frame.kind for frame in worker.ended.values()} == {"done"}
         assert worker.gauges["kv_tokens"] <= worker.gauges["kv_parked_tokens"] <= worker.kv_tokens
         slack = (worker.gauges["parked"] + 4) * 128 * TOKEN_BYTES
         assert worker.gauges["kv_bytes"] <= worker.gauges["kv_parked_tokens"] * TOKEN_BYTES * 9 / 8 + slack
-        assert max(sizes) - min(sizes[: len(sizes) // 4]) < GROWTH_BYTES, [size // MIB for size in sizes]
+        assert max(others) - max(others[: len(others) // 4]) < GROWTH_BYTES, [size // MIB for size in others]
+        assert worker.peak_bytes() < allowance

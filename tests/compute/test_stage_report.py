@@ -1,0 +1,125 @@
+"""What a stage says when it is ready: budget, costs that a reload finds again, device and threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from stage_chains import Chain, prompt_of, stage_specs
+from test_worker import head_spec
+from tiny_models import make_tiny
+
+from swarmnode.compute import stage_report
+from swarmnode.compute.kv_room import resident_bytes
+from swarmnode.compute.loader import load_stage
+from swarmnode.compute.stage_report import report_stage
+from swarmnode.compute.worker import read_measured
+from swarmnode.errors import LoadRefused, ProtocolError
+from swarmnode.ring.cost_model import StageCosts
+from swarmnode.ring.head_messages import RingMeasured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from swarmnode.compute.engine import TorchEngine
+    from swarmnode.compute.stage_report import StageReport
+    from swarmnode.compute.worker_spec import WorkerSpec
+
+LAYERS = 4
+CUTS = [0, 2, LAYERS]
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> list[TorchEngine]:
+    torch.set_num_threads(1)
+    checkpoint = make_tiny(tmp_path / "model", num_layers=LAYERS)
+    return [load_stage(spec) for spec in stage_specs(checkpoint, tmp_path / "stages", LAYERS, CUTS)]
+
+
+def spec_of(stage: int, folder: Path, **settings: Any) -> WorkerSpec:
+    begin, end = CUTS[stage : stage + 2]
+    known = {"stage": stage, "first_layer": begin, "end_layer": end, "num_layers": LAYERS, "scripted": False}
+    return head_spec(folder, **{**known, "kv_tokens": 5000, **settings})
+
+
+def report(engine: TorchEngine, spec: WorkerSpec) -> StageReport:
+    return report_stage(spec, engine, 0.1, lambda *_: None)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Notes every measurement."""
+    measure: Callable[..., StageCosts] = stage_report.measure
+    seen: list[object] = []
+
+    def counted(*args: Any) -> StageCosts:
+        seen.append(args[1])
+        return measure(*args)
+
+    monkeypatch.setattr(stage_report, "measure", counted)
+    return seen
+
+
+def test_every_stage_is_measured_once_and_a_reload_finds_it(
+    engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured = counting(monkeypatch)
+    first = [report(engine, spec_of(stage, tmp_path)) for stage, engine in enumerate(engines)]
+    assert len(measured) == len(list(tmp_path.glob("step-costs-*.json"))) == 2
+    for said in first:
+        assert (said.kv_tokens, said.kv_tokens_planned, said.device, said.threads) == (5000, 5000, "cpu", 1)
+        assert said.costs is not None
+        assert {1, 2} <= set(said.costs.group_ms) <= {1, 2, 4, 8}
+    again = [report(engine, spec_of(stage, tmp_path)) for stage, engine in enumerate(engines)]
+    assert len(measured) == 2
+    for old, new in zip(first, again, strict=True):
+        assert old.costs is not None
+        assert new.costs is not None
+        assert new.costs.group_ms == pytest.approx(old.costs.group_ms, abs=1e-3)
+    for path in tmp_path.glob("step-costs-*.json"):
+        path.write_bytes(path.read_bytes()[:30])
+    assert report(engines[0], spec_of(0, tmp_path)).costs is not None
+    assert len(measured) == 3
+    assert "group_ms" not in capfd.readouterr().err
+    report(engines[0], spec_of(0, tmp_path, step_costs=True))
+    assert len(measured) == 4
+    assert "[stage0] group_ms: 1: " in capfd.readouterr().err
+
+
+def test_measuring_leaves_the_stage_as_it_was(engines: list[TorchEngine], tmp_path: Path) -> None:
+    chain, prompt = Chain(engines), prompt_of(40)
+    expected = chain.reply(1, prompt, 6, 16)
+    tokens = [chain.prefill(1, prompt, 16), *chain.step(1)]
+    for stage, engine in enumerate(engines):
+        report(engine, spec_of(stage, tmp_path))
+    while len(tokens) < 6:
+        tokens += chain.step(1)
+    assert tokens == expected
+    assert {engine.kv_tokens() for engine in engines} == {45}
+
+
+def test_a_stage_with_less_room_than_planned_says_so_or_refuses(
+    engines: list[TorchEngine], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tight = {"kv_tokens": 10**9, "memory_bytes": resident_bytes() + (200 << 20)}
+    said = report(engines[0], spec_of(0, tmp_path, **tight))
+    assert 4096 <= said.kv_tokens < 10**9
+    assert f"KV for {said.kv_tokens:,} tokens fits, 1,000,000,000 were planned" in capfd.readouterr().err
+    with pytest.raises(LoadRefused, match="one conversation takes 4,096"):
+        report(engines[0], spec_of(0, tmp_path, memory_bytes=resident_bytes() // 2))
+
+
+def test_the_head_is_told_what_the_coordinator_collected() -> None:
+    body = {"kv_tokens": 77, "costs": [{"group_ms": {"1": 2.5}, "piece_ms": {}}, None]}
+    assert read_measured(body, 2) == RingMeasured(77, (StageCosts({1: 2.5}, {}), None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_tokens": -1}, {"kv_tokens": None}, {"costs": None}, {"costs": [None]}, {"costs": [5, None]}],
+    ids=str,
+)
+def test_what_is_no_measurement_of_the_ring_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        read_measured({"kv_tokens": 77, "costs": [None, None], **change}, 2)
