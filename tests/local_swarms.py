@@ -76,11 +76,13 @@ class Swarm:
         return {stage["peer"]: stage["pid"] for stage in self.status(model)["stages"] if stage["pid"] is not None}
 
     def quiet(self, model: str) -> bool:
-        """No request, session, cached token or reservation is left on any stage."""
+        """No request, session or reservation is left on any stage, and no cached token beyond what is parked."""
         status = self.status(model)
         gauges = [status[key] for key in ("requests", "running", "waiting", "ending", "kv_reserved_tokens")]
-        stages = [stage[key] for stage in status["stages"] for key in ("sessions", "kv_tokens", "kv_bytes")]
-        return not any(gauges) and not any(stages)
+        sessions = [stage["sessions"] for stage in status["stages"]]
+        parked = status.get("kv_parked_tokens", 0)
+        beyond = [stage for stage in status["stages"] if stage["kv_tokens"] > parked]
+        return not (any(gauges) or any(sessions) or beyond)
 
     def close(self) -> None:
         self.http.close()
@@ -93,7 +95,8 @@ def start_swarm(folder: Path, models_root: Path, peers: int, environment: dict[s
     local = LocalSwarm(folder, models_root, environment or {})
     try:
         local.start_coordinator()
-        local.start_peers(*(f"peer-{index}" for index in range(peers)))
+        if peers:
+            local.start_peers(*(f"peer-{index}" for index in range(peers)))
     except BaseException:
         local.stop()
         raise

@@ -1,8 +1,9 @@
-"""The life of one loaded ring as the coordinator drives it: prepare, link, probe, ready, and every way out.
+"""The life of one loaded ring as the coordinator drives it: prepare, link, probe, ready, link anew, and every way out.
 
 A pure machine: peers' reports and time go in, commands to peers and facts about the ring come out. Whatever happens,
 every stage that was ever told to load is told to unload, and the ring is over when each has answered, left, or let
-its deadline pass.
+its deadline pass. A ring that was ready and whose link breaks is not unloaded: its stages live, so once no cause
+but the link has shown itself they are linked anew, under the next link epoch.
 """
 
 from __future__ import annotations
@@ -11,17 +12,41 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from swarmnode.cluster.ring_life_messages import (
+    ProbeReturned,
+    Progress,
+    RingLost,
+    RingOver,
+    RingParted,
+    RingReady,
+    RingRelinked,
+    SendLink,
+    SendLoad,
+    SendProbe,
+    SendUnload,
+    StageDown,
+    StageLinked,
+    StageReady,
+    StageUnloaded,
+    UnloadAsked,
+)
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from swarmnode.cluster.ring_life_messages import RingCommand, RingEvent, RingInput
     from swarmnode.ids import NodeId
 
 LOAD_PROGRESS_S = 60.0
 """A load that reports nothing for this long is given up; a slow disk or link still reports bytes."""
 LINK_S = 10.0
 PROBE_S = 10.0
+CAUSE_S = 1.0
+"""A stage that dies takes its links along, and who sees only those may speak first; the cause follows within this."""
+RELINK_TRIES = 3
+RELINK_S = 30.0
+"""For all tries together: a router that starts anew is slower, but then its machines are gone for membership too."""
 UNLOAD_S = 15.0
 """A worker is asked for 3 s, then killed at the latest after 10 more; beyond that the node itself is in trouble."""
 
@@ -31,115 +56,26 @@ class RingState(Enum):
     LINKING = "linking"
     PROBING = "probing"
     READY = "ready"
+    RELINKING = "relinking"
     ENDING = "ending"
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A stage is fetching or loading: `done` of `total` bytes (or layers) in `phase`."""
+class _Step(Enum):
+    """Of linking anew: wait for another cause to show, link, probe."""
 
-    stage: int
-    phase: str
-    done: int
-    total: int
+    CAUSE = "cause"
+    LINK = "link"
+    PROBE = "probe"
 
 
-@dataclass(frozen=True, slots=True)
-class StageReady:
-    """The stage's worker has loaded; `address` is where its ring lanes are dialled, `kv_tokens` what it can hold."""
-
-    stage: int
-    address: str
-    kv_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageLinked:
-    """The stage's outgoing lanes are up."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeReturned:
-    """A throwaway position went all the way round."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageDown:
-    """A stage failed or went away; `gone` means nothing is left there to unload.
-
-    `symptom`: it only saw a neighbour's link end, so whoever names the cause later is right about it.
-    """
-
-    stage: int
-    code: str
-    message: str
-    gone: bool = False
-    symptom: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadAsked:
-    """An operator (or eviction, idle, shutdown) wants the ring gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageUnloaded:
-    stage: int
-
-
-RingInput = Progress | StageReady | StageLinked | ProbeReturned | StageDown | UnloadAsked | StageUnloaded
-
-
-@dataclass(frozen=True, slots=True)
-class SendLoad:
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendLink:
-    """Tell a stage to dial its successor's address (host:port)."""
-
-    stage: int
-    next_address: str
-
-
-@dataclass(frozen=True, slots=True)
-class SendProbe:
-    """Tell stage 0 to send a throwaway message round."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendUnload:
-    stage: int
-
-
-RingCommand = SendLoad | SendLink | SendProbe | SendUnload
-
-
-@dataclass(frozen=True, slots=True)
-class RingReady:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class RingLost:
-    """The ring serves no more; its requests end with this error. `was_ready` tells a loss from a failed load."""
-
-    code: str
-    message: str
-    stage: int | None
-    was_ready: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RingOver:
-    """Every stage has given its memory back (or can no longer be asked)."""
-
-
-RingEvent = RingReady | RingLost | RingOver
+@dataclass(slots=True)
+class _Parting:
+    symptom: StageDown
+    """The first one: what the ring is lost by, should linking anew fail."""
+    until_s: float
+    step: _Step = _Step.CAUSE
+    tries: int = 0
 
 
 class RingLife:
@@ -150,6 +86,10 @@ class RingLife:
         self.state = RingState.PREPARING
         self.progress: dict[int, Progress] = {}
         self.error: RingLost | None = None
+        self.links = 0
+        """The link epoch: how often the stages were linked anew."""
+        self._parting: _Parting | None = None
+        """While it is being linked anew."""
         self._by_symptom = False
         self._ready: dict[int, StageReady] = {}
         self._linked: set[int] = set()
@@ -177,15 +117,12 @@ class RingLife:
                 self._ready[stage] = message
                 if self.state is RingState.PREPARING and len(self._ready) == len(self.nodes):
                     self._link(now)
-            case StageLinked(stage=stage):
-                self._linked.add(stage)
-                if self.state is RingState.LINKING and len(self._linked) == len(self.nodes):
-                    self._enter(RingState.PROBING, now + PROBE_S)
-                    self._outgoing.append(SendProbe())
+            case StageLinked(stage=stage, links=links):
+                if links == self.links:
+                    self._linked.add(stage)
+                    self._probe_if_linked(now)
             case ProbeReturned():
-                if self.state is RingState.PROBING:
-                    self.state = RingState.READY
-                    self._events.append(RingReady())
+                self._probe_returned()
 
     def handle_timer(self, now: float) -> None:
         deadline = self.next_timer()
@@ -205,6 +142,8 @@ class RingLife:
                 )
             case RingState.PROBING:
                 self._lose("link_broken", f"the probe did not come round the ring in {PROBE_S:.0f} s", None, now)
+            case RingState.RELINKING:
+                self._relink_timer(now)
             case RingState.ENDING:
                 self._held.clear()
                 self._maybe_over()
@@ -216,7 +155,7 @@ class RingLife:
             case RingState.PREPARING:
                 waiting = [at for stage, at in self._heard_s.items() if stage not in self._ready]
                 return min(waiting) + LOAD_PROGRESS_S if waiting else None
-            case RingState.LINKING | RingState.PROBING | RingState.ENDING:
+            case RingState.LINKING | RingState.PROBING | RingState.RELINKING | RingState.ENDING:
                 return self._deadline_s
             case _:
                 return None
@@ -238,10 +177,85 @@ class RingLife:
 
     def _link(self, now: float) -> None:
         self._enter(RingState.LINKING, now + LINK_S)
+        self._send_links()
+
+    def _send_links(self) -> None:
+        self._linked.clear()
         count = len(self.nodes)
         for stage in range(count):
             address = self._ready[(stage + 1) % count].address
-            self._outgoing.append(SendLink(stage, address))
+            self._outgoing.append(SendLink(stage, address, self.links))
+
+    def _probe_if_linked(self, now: float) -> None:
+        if len(self._linked) < len(self.nodes):
+            return
+        if self.state is RingState.LINKING:
+            self._enter(RingState.PROBING, now + PROBE_S)
+            self._outgoing.append(SendProbe())
+        elif self._parting is not None and self._parting.step is _Step.LINK:
+            self._go(_Step.PROBE, now + PROBE_S)
+            self._outgoing.append(SendProbe())
+
+    def _probe_returned(self) -> None:
+        if self.state is RingState.PROBING:
+            self.state = RingState.READY
+            self._events.append(RingReady())
+        elif self._parting is not None and self._parting.step is _Step.PROBE:
+            self.state, self._parting = RingState.READY, None
+            self._events.append(RingRelinked())
+
+    # linking anew
+
+    def _part(self, symptom: StageDown, now: float) -> None:
+        """A link of the ring broke. Its cause may still show; what an earlier link epoch reports is history."""
+        if symptom.links != self.links:
+            return
+        if self._parting is None:
+            self._parting = _Parting(symptom, now + RELINK_S)
+            self.state = RingState.RELINKING
+            self._go(_Step.CAUSE, now + CAUSE_S)
+        elif self._parting.step is not _Step.CAUSE:
+            self._try_again(symptom.message, now)
+
+    def _relink_timer(self, now: float) -> None:
+        parting = self._parting
+        if parting is None:
+            return
+        if parting.step is _Step.CAUSE:
+            self._relink(parting, now)
+        elif parting.step is _Step.LINK:
+            stage = min(set(range(len(self.nodes))) - self._linked)
+            self._try_again(f"stage {stage} did not reach its neighbour", now)
+        else:
+            self._try_again("the probe did not come round the ring", now)
+
+    def _relink(self, parting: _Parting, now: float) -> None:
+        if parting.tries == 0:
+            self._events.append(RingParted(parting.symptom.message))
+        parting.tries += 1
+        self.links += 1
+        self._send_links()
+        self._go(_Step.LINK, now + LINK_S)
+
+    def _try_again(self, why: str, now: float) -> None:
+        """Another round, unless that was the last: then the ring is lost by what broke it first."""
+        parting = self._parting
+        if parting is None:
+            return
+        if parting.tries < RELINK_TRIES and now + CAUSE_S < parting.until_s:
+            self._go(_Step.CAUSE, now + CAUSE_S)
+            return
+        first = parting.symptom
+        text = f"{first.message}; linking it anew failed {parting.tries} times, at last because {why}"
+        self._by_symptom = True
+        self._lose(first.code, text, first.stage, now)
+
+    def _go(self, step: _Step, deadline_s: float) -> None:
+        if self._parting is not None:
+            self._parting.step = step
+            self._deadline_s = min(deadline_s, self._parting.until_s)
+
+    # ends
 
     def _enter(self, state: RingState, deadline_s: float) -> None:
         self.state, self._deadline_s = state, deadline_s
@@ -252,6 +266,8 @@ class RingLife:
         if self.error is not None and self._by_symptom and not down.symptom:
             self.error = RingLost(down.code, down.message, down.stage, self.error.was_ready)
             self._by_symptom = False
+        elif self.error is None and down.symptom and self.state in (RingState.READY, RingState.RELINKING):
+            self._part(down, now)
         elif self.error is None:
             self._by_symptom = down.symptom
             self._lose(down.code, down.message, down.stage, now)
@@ -261,13 +277,15 @@ class RingLife:
         """End the ring because of a fault; only the first fault is reported."""
         if self.state in (RingState.ENDING, RingState.OVER):
             return
-        self.error = RingLost(code, message, stage, self.state is RingState.READY)
+        was_ready = self.state in (RingState.READY, RingState.RELINKING)
+        self.error = RingLost(code, message, stage, was_ready)
         self._events.append(self.error)
         self._end(now)
 
     def _end(self, now: float) -> None:
         if self.state in (RingState.ENDING, RingState.OVER):
             return
+        self._parting = None
         self._enter(RingState.ENDING, now + UNLOAD_S)
         self._outgoing += [SendUnload(stage) for stage in sorted(self._held)]
         self._maybe_over()

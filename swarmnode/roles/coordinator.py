@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import uuid
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from swarmnode.cluster.membership import Heard, Left, Membership, NodeState, StateChanged
-from swarmnode.cluster.ring_life import (
+from swarmnode.cluster.ring_life_messages import (
     ProbeReturned,
     Progress,
     RingInput,
@@ -32,7 +32,7 @@ from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.registry import Registry
@@ -266,7 +266,7 @@ class Coordinator:
         for ring in self.rings.values():
             stream = ring.requests.get(frame.header.get("request", ""))
             if stream is not None and ring.head == node:
-                stream.put(frame)
+                ring.take_reply(stream, frame)
 
 
 def _ring_input(stage: int, frame: Frame) -> RingInput:
@@ -275,15 +275,20 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
         case "progress":
             return Progress(stage, header["phase"], header["done"], header["total"])
         case "linked":
-            return StageLinked(stage)
+            return StageLinked(stage, _links(header))
         case "probed":
             return ProbeReturned()
         case "stage_failed":
             return StageDown(stage, header["code"], header["message"])
         case "broken":
             why = header.get("message") or f"stage {stage} saw the ring break"
-            return StageDown(stage, "stage_lost", why, symptom=True)
+            return StageDown(stage, "stage_lost", why, symptom=True, links=_links(header))
         case "unloaded":
             return StageUnloaded(stage)
         case _:
             raise ProtocolError(f"a peer sent {frame.kind} to the coordinator")
+
+
+def _links(header: Mapping[str, Any]) -> int:
+    """The link epoch that a stage speaks of."""
+    return int(header.get("epoch", (0, 0))[1])

@@ -201,6 +201,8 @@ class Gateway:
             raise ModelNotLoaded(f"{model} is not loaded; load it with `swarmnode model-load {model}`")
         if ring.draining:
             raise ModelUnloading(f"{model} is being unloaded")
+        if ring.state == "relinking":
+            raise ModelNotLoaded(f"{model} is being linked anew after a lost connection; try again in a few seconds")
         if not ring.serving:
             raise ring.error or ModelNotLoaded(f"{model} is still loading; try again in a few seconds")
         return ring

@@ -8,25 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from swarmnode.cluster.ring_life import (
+from swarmnode.cluster.ring_life import RingLife, RingState
+from swarmnode.cluster.ring_life_messages import (
     Progress,
     RingCommand,
     RingEvent,
     RingInput,
-    RingLife,
     RingLost,
     RingOver,
+    RingParted,
     RingReady,
-    RingState,
+    RingRelinked,
     SendLink,
     SendLoad,
     SendProbe,
     SendUnload,
+    StageDown,
     StageReady,
     UnloadAsked,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import ModelUnloading, StreamClosed, SwarmError, from_wire
+from swarmnode.errors import ModelUnloading, StageLost, StreamClosed, SwarmError, from_wire
 from swarmnode.roles.requests import RequestStream
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.deadlines import DRAIN_S
@@ -104,12 +106,12 @@ class LoadedRing:
 
     @property
     def state(self) -> str:
-        """As the API says it: loading, ready, unloading, lost or failed."""
+        """As the API says it: loading, ready, relinking, unloading, lost or failed."""
         if self.life.error is not None:
             return "lost" if self.life.error.was_ready else "failed"
         if self.draining or self.life.state in (RingState.ENDING, RingState.OVER):
             return "unloading"
-        return "ready" if self.life.state is RingState.READY else "loading"
+        return self.life.state.value if self.life.state in (RingState.READY, RingState.RELINKING) else "loading"
 
     @property
     def error(self) -> SwarmError | None:
@@ -164,6 +166,15 @@ class LoadedRing:
         self._post(self.head, opened)
         return stream
 
+    def take_reply(self, stream: RequestStream, frame: Frame) -> None:
+        """One frame of the head about a request. That its ring broke is the ring's to say, once the cause is known."""
+        lost = frame.kind == "error" and frame.header["code"] == StageLost.code
+        if lost and self.life.state is RingState.READY:
+            links, why = self.life.links, frame.header["message"]
+            self.feed(StageDown(0, StageLost.code, why, symptom=True, links=links))
+        elif not lost or self.life.state is not RingState.RELINKING:
+            stream.put(frame)
+
     def close(self, stream: RequestStream) -> None:
         """Forget a request; a head that still works for it is told to stop."""
         stream.cancel(StreamClosed("the client left"))
@@ -183,8 +194,9 @@ class LoadedRing:
             case SendLoad(stage=stage):
                 spec = self.specs[stage]
                 self._post(self.life.nodes[stage], Frame("load", spec.header(), pack_body(spec.body())))
-            case SendLink(stage=stage, next_address=address):
-                frame = Frame("link", {"ring": self.ring, "stage": stage}, pack_body({"next": address}))
+            case SendLink(stage=stage, next_address=address, links=links):
+                where = {"ring": self.ring, "stage": stage, "epoch": [self.specs[stage].epoch[0], links]}
+                frame = Frame("link", where, pack_body({"next": address}))
                 self._post(self.life.nodes[stage], frame)
             case SendProbe():
                 self._post(self.head, Frame("probe_ring", {"ring": self.ring}, pack_body(self._measured())))
@@ -201,6 +213,11 @@ class LoadedRing:
         match event:
             case RingReady():
                 self.settled.set()
+            case RingParted(message=message):
+                _log.warning("%s: %s; its stages are being linked anew", self.model, message)
+                self.fail_requests(StageLost(f"{message}; {self.model} is being linked anew, try again in a moment"))
+            case RingRelinked():
+                _log.warning("%s: its stages are linked again", self.model)
             case RingLost(code=code, message=message):
                 self.fail_requests(from_wire(code, message))
                 self.settled.set()

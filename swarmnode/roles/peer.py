@@ -159,7 +159,8 @@ class Peer:
         elif frame.kind == "unload":
             host.unload()
         elif frame.kind == "link":
-            host.link(str(unpack_body(frame.body).get("next", "")))
+            first, links = frame.header.get("epoch", host.spec.epoch)
+            host.link(str(unpack_body(frame.body).get("next", "")), (first, links))
         else:
             host.take(frame)
 

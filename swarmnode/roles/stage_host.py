@@ -20,15 +20,12 @@ from swarmnode.errors import (
     SwarmError,
     from_wire,
 )
-from swarmnode.ring.lanes import base_lane, outgoing_lanes, wire_lane
 from swarmnode.roles.file_client import fetch_files
 from swarmnode.roles.outbox import Outbox
+from swarmnode.roles.ring_lanes import RingLanes
 from swarmnode.roles.worker_process import WorkerProcess, describe_exit, start_worker
-from swarmnode.wire.address import Address, parse_address
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.lane import LaneReceiver, LaneSender
-from swarmnode.wire.link import LinkOptions, Parameters
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
@@ -36,14 +33,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from swarmnode.catalog.store import ShardStore
+    from swarmnode.ring.messages import Epoch
     from swarmnode.roles.context import NodeContext, PeerResources
     from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel, Hello
 
 RING_KINDS = frozenset({"piece", "piece_done", "group", "tokens", "end", "ended", "failed", "probe", "drop", "reset"})
 REPLY_KINDS = frozenset({"accepted", "started", "text", "done", "error", "probed"})
-LANE_CHANNEL = {"act": "steps", "tok": "steps", "pre": "prompts"}
-"""Prompt pieces have a connection of their own, so that a decode step never waits behind 4 MB of prompt."""
 STALL_S = 120.0
 """A worker that holds sessions and says nothing for this long is stuck in a driver or stopped; it is killed."""
 
@@ -70,7 +67,9 @@ class StageHost:
         self._store = store
         self._post = post
         self._to_worker = Outbox()
-        self._lanes = {lane: Outbox() for lane in outgoing_lanes(spec.stage, spec.num_stages)}
+        self._lanes = RingLanes(context, spec, self._to_worker.post, self._lane_broke)
+        self._head_serves = True
+        """As far as this node knows: False from the ring's loss until the head's next probe is back."""
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
         self._ready = False
@@ -107,32 +106,22 @@ class StageHost:
             refused = {"request": frame.header["request"], "code": StageLost.code, "message": "the stage is not ready"}
             self._post(Frame("error", refused))
 
-    def link(self, next_address: str) -> None:
-        """Dial the successor's lanes; `linked` is reported when they are up."""
-        if self._nursery is not None:
-            self._nursery.start_soon(self._dial_lanes, next_address)
+    def link(self, next_address: str, epoch: Epoch) -> None:
+        """Dial the successor's lanes; `linked` is reported when they are up. A later epoch ends what is left of the
+        ring's links."""
+        if self._nursery is None or epoch < self._lanes.epoch:
+            return
+        if epoch > self._lanes.epoch:
+            self._end_sessions()
+            self._lanes.advance(epoch)
+        linked = Frame("linked", {**self._where(), "epoch": list(epoch)})
+        self._nursery.start_soon(self._lanes.dial, next_address, lambda: self._post(linked))
 
     async def serve_lane(self, hello: Hello, channel: Channel) -> None:
         """Take the frames of one incoming lane until it ends; its end is the ring's end."""
-        where = hello.parameters
-        predecessor = (self.spec.stage - 1) % self.spec.num_stages
-        expected = outgoing_lanes(predecessor, self.spec.num_stages)
-        lane = where.lane or ""
-        if not self._ready or where.epoch != self.spec.epoch or where.stage != predecessor or lane not in expected:
-            raise ProtocolError(f"ring {self.spec.ring} has no lane {lane!r} from stage {where.stage} here")
-        if hello.identity.node != self.spec.nodes[predecessor]:
-            raise ProtocolError(f"stage {predecessor} of ring {self.spec.ring} is held by another node")
-        receiver = LaneReceiver(self.spec.ring, lane, self.spec.epoch)
-        base = base_lane(lane)
-        try:
-            async for frame in channel:
-                accepted = receiver.accept(frame)
-                if accepted is not None:
-                    header = {**accepted.header, "lane": base}
-                    self._to_worker.post(Frame(accepted.kind, header, accepted.body))
-            raise LinkBroken(f"stage {predecessor} closed lane {lane}")
-        except SwarmError as error:
-            self._lane_broke(lane, error)
+        if not self._ready:
+            raise ProtocolError(f"ring {self.spec.ring} has no lanes here yet")
+        await self._lanes.serve(hello, channel)
 
     # its life
 
@@ -210,11 +199,12 @@ class StageHost:
 
     def _route(self, frame: Frame) -> None:
         if frame.kind in RING_KINDS:
-            lane = wire_lane(frame.header["lane"], self.spec.stage)
-            self._lanes[lane].post(frame)
+            self._lanes.post(frame)
         elif frame.kind in REPLY_KINDS:
             if frame.kind in ("done", "error"):
                 self._requests.discard(frame.header.get("request", ""))
+            elif frame.kind == "probed":
+                self._head_serves = True
             self._post(frame)
         elif frame.kind == "stats":
             self.gauges = unpack_body(frame.body)
@@ -224,7 +214,7 @@ class StageHost:
         elif frame.kind == "ready":
             self._become_ready(unpack_body(frame.body))
         elif frame.kind == "broken":
-            self._ring_broke(frame.header.get("message", ""))
+            self._head_gave_up(frame.header.get("message", ""))
         elif frame.kind == "fatal":
             raise from_wire(frame.header["code"], frame.header["message"])
         else:
@@ -250,51 +240,31 @@ class StageHost:
             self._heard_s = trio.current_time()  # an idle worker's silence is not held against it
         self._requests.add(request)
 
-    # lanes
+    # a ring that broke
 
-    async def _dial_lanes(self, next_address: str) -> None:
-        """Bring all outgoing lanes up, report it, and keep them; a lane that breaks ends the ring."""
-        try:
-            address = parse_address(next_address)
-            async with open_flat_nursery() as nursery:
-                for lane in self._lanes:
-                    await nursery.start(self._keep_lane, lane, address)
-                self._post(Frame("linked", self._where()))
-        except SwarmError as error:
-            self._lane_broke(", ".join(self._lanes), error)
-
-    async def _keep_lane(
-        self, lane: str, address: Address, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        spec = self.spec
-        successor = spec.nodes[(spec.stage + 1) % spec.num_stages]
-        parameters = Parameters(spec.ring, spec.epoch, lane, spec.stage)
-        options = LinkOptions(parameters, self._context.traffic, successor)
-        kind = LANE_CHANNEL[base_lane(lane)]
-        async with self._context.transport.dial(address, kind, self._context.identity, options) as channel:
-            sender = LaneSender(spec.ring, lane, spec.epoch)
-            task_status.started()
-            async with open_flat_nursery() as nursery:
-                nursery.start_soon(self._lanes[lane].run, channel, sender.stamp)
-                async for frame in channel:
-                    raise ProtocolError(f"{frame.kind} came back on outgoing lane {lane}")
-                raise LinkBroken(f"the next stage closed lane {lane}")
-
-    def _lane_broke(self, lane: str, error: SwarmError) -> None:
-        """Tell the coordinator, and the head's sessions if they are here; the coordinator ends the ring."""
+    def _lane_broke(self, error: SwarmError) -> None:
+        """Tell the coordinator, who has the ring linked anew or ends it, and the head, whose sessions are over."""
         if self._scope.cancel_called:
             return
-        _log.info("ring %s: lane %s broke: %s", self.spec.ring, lane, error)
-        broken = self._ring_broke(f"stage {self.spec.stage} lost its link to a neighbour")
-        if self.spec.stage == 0 and self._ready:
-            self._to_worker.post(broken)
+        _log.info("ring %s: a lane broke: %s", self.spec.ring, error)
+        self._ring_broke(f"stage {self.spec.stage} lost its link to a neighbour")
+        self._end_sessions()
 
-    def _ring_broke(self, why: str) -> Frame:
-        """Report to the coordinator that this stage saw the ring fail; returns what it was told."""
-        where = {"ring": self.spec.ring, "epoch": list(self.spec.epoch), "stage": self.spec.stage}
-        broken = Frame("broken", {**where, "message": why[:MAX_MESSAGE_CHARS]})
-        self._post(broken)
-        return broken
+    def _end_sessions(self) -> None:
+        if self.spec.stage == 0 and self._ready and self._head_serves:
+            self._head_serves = False
+            self._to_worker.post(Frame("broken", {"ring": self.spec.ring, "stage": 0}))
+
+    def _head_gave_up(self, why: str) -> None:
+        """Its own decision, or the echo of ours."""
+        if self._head_serves:
+            self._head_serves = False
+            self._ring_broke(why)
+
+    def _ring_broke(self, why: str) -> None:
+        """Report to the coordinator that this stage saw the ring fail."""
+        where = {"ring": self.spec.ring, "epoch": list(self._lanes.epoch), "stage": self.spec.stage}
+        self._post(Frame("broken", {**where, "message": why[:MAX_MESSAGE_CHARS]}))
 
     # reports
 

@@ -210,7 +210,7 @@ def _load_kinds() -> tuple[Kind, ...]:
         _kind("load", "load", (ring, _key("epoch", _EPOCH), _key("stage", _STAGE)), "map"),
         _kind("unload", "load", (ring,)),
         _kind("link", "load", (ring, _maybe("epoch", _EPOCH), _maybe("stage", _STAGE)), "map"),
-        _kind("linked", "load", _RING_STAGE),
+        _kind("linked", "load", (*_RING_STAGE, _maybe("epoch", _EPOCH))),
         _kind("probe_ring", "load", (ring,), "map"),
         _kind("probed", "load", (ring, _key("ms", Number()))),
         _kind("progress", "load", (*_RING_STAGE, *_PROGRESS)),

@@ -7,20 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.cluster.ring_life import (
+    CAUSE_S,
     LINK_S,
     LOAD_PROGRESS_S,
     PROBE_S,
+    RELINK_S,
+    RELINK_TRIES,
     UNLOAD_S,
+    RingLife,
+    RingState,
+)
+from swarmnode.cluster.ring_life_messages import (
     ProbeReturned,
     Progress,
     RingCommand,
     RingEvent,
     RingInput,
-    RingLife,
     RingLost,
     RingOver,
+    RingParted,
     RingReady,
-    RingState,
+    RingRelinked,
     SendLink,
     SendLoad,
     SendProbe,
@@ -230,13 +237,138 @@ def test_the_unload_that_is_never_answered_ends_at_its_deadline() -> None:
     assert swarm.events[-1] == RingOver()
 
 
+# -- linking anew
+
+
+def symptom(stage: int, links: int = 0, message: str = "stage lost its link") -> StageDown:
+    return StageDown(stage, "stage_lost", message, symptom=True, links=links)
+
+
+def relinked(swarm: Swarm, links: int) -> None:
+    """Answer a round of links and its probe."""
+    swarm.feed(*(StageLinked(stage, links) for stage in swarm.stages))
+    assert swarm.commands[-1] == SendProbe()
+    swarm.feed(ProbeReturned())
+
+
+def ready(stages: int = 3) -> Swarm:
+    swarm = Swarm(stages)
+    swarm.reach(RingState.READY)
+    swarm.commands.clear()
+    swarm.events.clear()
+    return swarm
+
+
+def test_a_broken_link_is_made_anew_and_nothing_is_unloaded() -> None:
+    swarm = ready(3)
+    swarm.feed(symptom(1), symptom(2))
+    assert (swarm.life.state, swarm.commands, swarm.events) == (RingState.RELINKING, [], [])
+    swarm.wait(CAUSE_S)
+    assert swarm.events == [RingParted("stage lost its link")]
+    assert swarm.commands == [SendLink(0, "host:1", 1), SendLink(1, "host:2", 1), SendLink(2, "host:0", 1)]
+    relinked(swarm, 1)
+    assert swarm.events[1:] == [RingRelinked()]
+    assert swarm.life.state is RingState.READY
+    assert swarm.unloads() == []
+    swarm.wait(1e6)
+    assert swarm.life.state is RingState.READY
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_cause_that_follows_makes_it_the_loss_it_is(gone: bool) -> None:
+    swarm = ready(3)
+    swarm.feed(symptom(0))
+    swarm.wait(CAUSE_S / 2)
+    swarm.feed(StageDown(1, "stage_lost", "stage 1's worker was killed", gone=gone))
+    assert swarm.events == [RingLost("stage_lost", "stage 1's worker was killed", 1, True)]
+    assert swarm.unloads() == ([0, 2] if gone else [0, 1, 2])
+
+
+def test_a_cause_that_comes_while_it_links_too() -> None:
+    swarm = ready(2)
+    swarm.feed(symptom(0))
+    swarm.wait(CAUSE_S)
+    swarm.feed(StageLinked(0, 1), StageDown(1, "stage_lost", "its node is dead", gone=True))
+    assert swarm.events == [RingParted("stage lost its link"), RingLost("stage_lost", "its node is dead", 1, True)]
+    assert swarm.unloads() == [0]
+
+
+def test_what_an_earlier_link_epoch_says_is_history() -> None:
+    swarm = ready(2)
+    swarm.feed(symptom(0))
+    swarm.wait(CAUSE_S)
+    swarm.feed(StageLinked(0, 0), StageLinked(1, 0), symptom(1, 0), ProbeReturned())
+    assert SendProbe() not in swarm.commands
+    relinked(swarm, 1)
+    swarm.feed(symptom(0, 0), symptom(1, 0))
+    assert swarm.life.state is RingState.READY
+
+
+def test_a_ring_that_breaks_again_is_linked_again() -> None:
+    swarm = ready(2)
+    for links in range(1, 6):
+        swarm.feed(symptom(0, links - 1))
+        swarm.wait(CAUSE_S)
+        relinked(swarm, links)
+    assert [type(event) for event in swarm.events] == [RingParted, RingRelinked] * 5
+
+
+def test_tries_are_bounded_and_the_first_symptom_is_what_it_is_lost_by() -> None:
+    swarm = ready(2)
+    swarm.feed(symptom(1, message="stage 1 lost its link"))
+    swarm.wait(CAUSE_S)
+    for links in range(1, RELINK_TRIES + 1):
+        assert swarm.commands[-1] == SendLink(1, "host:0", links)
+        swarm.feed(symptom(0, links, "the dial was refused"), symptom(0, links, "the dial was refused"))
+        swarm.wait(CAUSE_S)
+    parted, lost = swarm.events
+    assert parted == RingParted("stage 1 lost its link")
+    assert isinstance(lost, RingLost)
+    assert lost.was_ready
+    assert lost.message.startswith("stage 1 lost its link; linking it anew failed 3 times")
+    assert lost.message.endswith("the dial was refused")
+    assert swarm.unloads() == [0, 1]
+
+
+@pytest.mark.parametrize("probes", [True, False])
+def test_linking_anew_has_a_deadline(probes: bool) -> None:
+    """Whether the links never come up or the probe never comes back."""
+    swarm = ready(2)
+    began_s = swarm.now_s
+    swarm.feed(symptom(0))
+    while swarm.life.state is RingState.RELINKING:
+        if probes:
+            swarm.feed(*(StageLinked(stage, swarm.life.links) for stage in swarm.stages))
+        swarm.wait(0.5)
+        assert swarm.now_s - began_s <= RELINK_S + 0.5
+    assert [type(event) for event in swarm.events] == [RingParted, RingLost]
+
+
+def test_an_unload_ends_it() -> None:
+    swarm = ready(2)
+    swarm.feed(symptom(0), UnloadAsked())
+    assert swarm.unloads() == [0, 1]
+    swarm.feed(StageUnloaded(0), StageUnloaded(1))
+    assert [type(event) for event in swarm.events] == [RingOver]
+
+
+@pytest.mark.parametrize("state", [RingState.LINKING, RingState.PROBING])
+def test_a_ring_that_never_was_ready_is_not_linked_anew(state: RingState) -> None:
+    swarm = Swarm(2)
+    swarm.reach(state)
+    swarm.feed(symptom(0))
+    assert [type(event) for event in swarm.events] == [RingLost]
+
+
 STAGES = st.integers(0, 2)
+SYMPTOMS = st.builds(symptom, STAGES, st.integers(0, 3))
 REPORTS = st.one_of(
     st.builds(Progress, STAGES, st.just("loading"), st.integers(0, 5), st.just(5)),
     st.builds(StageReady, STAGES, st.just("host:1"), st.integers(1, 99)),
     st.builds(StageReady, STAGES, st.just("host:1"), st.integers(1, 99)),
-    st.builds(StageLinked, STAGES),
-    st.builds(StageLinked, STAGES),
+    st.builds(StageLinked, STAGES, st.integers(0, 3)),
+    st.builds(StageLinked, STAGES, st.just(0)),
+    SYMPTOMS,
     st.builds(ProbeReturned),
     st.builds(StageDown, STAGES, st.just("stage_lost"), st.just("gone"), st.booleans(), st.booleans()),
     st.builds(StageUnloaded, STAGES),
@@ -271,4 +403,8 @@ def test_whatever_is_reported_an_unload_brings_it_to_over(
     assert sum(isinstance(e, RingLost) for e in swarm.events) <= 1
     assert sum(isinstance(e, RingReady) for e in swarm.events) <= 1
     assert isinstance(swarm.events[-1], RingOver)
+    parted, again = (sum(isinstance(e, kind) for e in swarm.events) for kind in (RingParted, RingRelinked))
+    assert again <= parted <= again + 1
+    links = [(command.links, command.stage) for command in swarm.commands if isinstance(command, SendLink)]
+    assert links == sorted(set(links)), "every round is under a link epoch of its own"
     assert sorted(swarm.unloads()) == sorted(set(swarm.unloads()))

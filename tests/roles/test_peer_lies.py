@@ -56,6 +56,9 @@ class Ring:
     def feed(self, event: object) -> None:
         self.fed.append(event)
 
+    def take_reply(self, stream: RequestStream, frame: Frame) -> None:
+        stream.put(frame)
+
 
 @dataclass
 class House:

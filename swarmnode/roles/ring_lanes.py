@@ -1,0 +1,155 @@
+"""A stage's lanes, both ways, under one link epoch at a time: dialed to its successor, served to its predecessor.
+
+The next link epoch ends all that is left of the one before: its lanes, and what was queued for them. Sessions do not
+outlive a link epoch, so nothing of it is missed.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.ring.lanes import base_lane, outgoing_lanes, wire_lane
+from swarmnode.roles.outbox import Outbox
+from swarmnode.wire.address import parse_address
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.lane import LaneReceiver, LaneSender
+from swarmnode.wire.link import LinkOptions, Parameters
+from swarmnode.wire.nursery import open_flat_nursery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from swarmnode.ring.messages import Epoch
+    from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.address import Address
+    from swarmnode.wire.link import Channel, Hello
+
+LANE_CHANNEL = {"act": "steps", "tok": "steps", "pre": "prompts"}
+"""Prompt pieces have a connection of their own, so that a decode step never waits behind 4 MB of prompt."""
+EPOCH_S = 5.0
+"""The coordinator tells all stages of a new link epoch at once; a neighbour may have heard of it first."""
+
+
+class RingLanes:
+    """`take` gets what comes in, with the lane it is for; `broke` hears once of each link epoch that a lane failed."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        spec: LoadSpec,
+        take: Callable[[Frame], None],
+        broke: Callable[[SwarmError], None],
+    ) -> None:
+        self.epoch: Epoch = spec.epoch
+        self._context = context
+        self._spec = spec
+        self._take = take
+        self._tell_broken = broke
+        self._names = outgoing_lanes(spec.stage, spec.num_stages)
+        self._out = self._outboxes()
+        self._whole = True
+        """No lane of this link epoch has failed."""
+        self._running: set[trio.CancelScope] = set()
+        self._advanced = trio.Event()
+
+    def post(self, frame: Frame) -> None:
+        """Send a frame of this stage's worker."""
+        self._out[wire_lane(frame.header["lane"], self._spec.stage)].post(frame)
+
+    def advance(self, epoch: Epoch) -> None:
+        """End the present link epoch; those who came early for the next one go on."""
+        self.epoch, self._whole = epoch, True
+        self._out = self._outboxes()
+        for scope in self._running:
+            scope.cancel()
+        self._advanced.set()
+        self._advanced = trio.Event()
+
+    async def dial(self, next_address: str, linked: Callable[[], None]) -> None:
+        """Bring all outgoing lanes up, say so, and keep them for this link epoch."""
+        epoch = self.epoch
+        with self._for_this_epoch():
+            try:
+                address = parse_address(next_address)
+                async with open_flat_nursery() as nursery:
+                    for lane in self._names:
+                        await nursery.start(self._keep, lane, address, epoch)
+                    linked()
+            except SwarmError as error:
+                self._broke(epoch, error)
+
+    async def serve(self, hello: Hello, channel: Channel) -> None:
+        """Take the frames of one incoming lane until it or its link epoch ends. Raises ProtocolError for another's."""
+        spec, where = self._spec, hello.parameters
+        predecessor = (spec.stage - 1) % spec.num_stages
+        lane, epoch = where.lane or "", where.epoch
+        if where.stage != predecessor or lane not in outgoing_lanes(predecessor, spec.num_stages):
+            raise ProtocolError(f"ring {spec.ring} has no lane {lane!r} from stage {where.stage} here")
+        if hello.identity.node != spec.nodes[predecessor]:
+            raise ProtocolError(f"stage {predecessor} of ring {spec.ring} is held by another node")
+        if epoch is None or not await self._reached(epoch):
+            raise ProtocolError(f"ring {spec.ring} is at epoch {self.epoch} here, not at {epoch}")
+        with self._for_this_epoch():
+            try:
+                await self._receive(channel, lane, epoch)
+                raise LinkBroken(f"stage {predecessor} closed lane {lane}")
+            except SwarmError as error:
+                self._broke(epoch, error)
+
+    async def _reached(self, epoch: Epoch) -> bool:
+        """Whether this is the epoch here, or becomes it soon."""
+        with trio.move_on_after(EPOCH_S):
+            while epoch[0] == self.epoch[0] and epoch > self.epoch:
+                await self._advanced.wait()
+        return epoch == self.epoch
+
+    async def _receive(self, channel: Channel, lane: str, epoch: Epoch) -> None:
+        receiver, base = LaneReceiver(self._spec.ring, lane, epoch), base_lane(lane)
+        async for frame in channel:
+            accepted = receiver.accept(frame)
+            if accepted is not None:
+                self._take(Frame(accepted.kind, {**accepted.header, "lane": base}, accepted.body))
+
+    async def _keep(
+        self,
+        lane: str,
+        address: Address,
+        epoch: Epoch,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        spec = self._spec
+        successor = spec.nodes[(spec.stage + 1) % spec.num_stages]
+        options = LinkOptions(Parameters(spec.ring, epoch, lane, spec.stage), self._context.traffic, successor)
+        kind = LANE_CHANNEL[base_lane(lane)]
+        async with self._context.transport.dial(address, kind, self._context.identity, options) as channel:
+            sender = LaneSender(spec.ring, lane, epoch)
+            task_status.started()
+            async with open_flat_nursery() as nursery:
+                nursery.start_soon(self._out[lane].run, channel, sender.stamp)
+                async for frame in channel:
+                    raise ProtocolError(f"{frame.kind} came back on outgoing lane {lane}")
+                raise LinkBroken(f"the next stage closed lane {lane}")
+
+    @contextmanager
+    def _for_this_epoch(self) -> Iterator[None]:
+        """The block is cancelled by `advance`."""
+        with trio.CancelScope() as scope:
+            self._running.add(scope)
+            try:
+                yield
+            finally:
+                self._running.discard(scope)
+
+    def _broke(self, epoch: Epoch, error: SwarmError) -> None:
+        if epoch == self.epoch and self._whole:
+            self._whole = False
+            self._tell_broken(error)
+
+    def _outboxes(self) -> dict[str, Outbox]:
+        return {lane: Outbox() for lane in self._names}
