@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swarmnode.ring.head_config import MAX_IN_FLIGHT
 from swarmnode.ring.kv_budget import GROWTH_TOKENS, KvBudget
 from swarmnode.ring.leaving import Leaving
 from swarmnode.ring.parking import Parking
@@ -74,6 +75,20 @@ class Admission:
         self.waiting: deque[Session] = deque()
         self.paused: list[Session] = []
         self._config = config
+        self._max_in_flight = min(config.max_in_flight, MAX_IN_FLIGHT)
+
+    def gauges(self) -> dict[str, int]:
+        """Who waits, and who holds the budget's tokens."""
+        parked_tokens = self.parking.tokens
+        return {
+            "waiting": len(self.waiting),
+            "paused": len(self.paused),
+            "ending": len(self.leaving),
+            "parked": len(self.parking),
+            "kv_reserved_tokens": self.budget.used_tokens - parked_tokens,
+            "kv_parked_tokens": parked_tokens,
+            "kv_budget_tokens": self.budget.total_tokens,
+        }
 
     # at the door
 
@@ -96,7 +111,7 @@ class Admission:
     def _starts_at_once(self, session: Session, running: int) -> bool:
         """Whether it need not wait for anybody; parked conversations only have to be told to go."""
         room = self.budget.free_tokens + self.parking.tokens
-        return not self.paused and running < self._config.max_in_flight and self._first_reservation(session) <= room
+        return not self.paused and running < self._max_in_flight and self._first_reservation(session) <= room
 
     # inside
 
@@ -105,7 +120,7 @@ class Admission:
         short = [session for session in running if session.wants_room and not self.grow(session)]
         if short:
             return self._make_room(short, running)
-        if len(running) >= self._config.max_in_flight:
+        if len(running) >= self._max_in_flight:
             return None
         if self.paused:
             return self._come_back(self.paused[0])

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from swarmnode.ring.leaving import Departure
 from swarmnode.ring.messages import Drop, End, Envelope
 from swarmnode.ring.parking import MAX_PARKED, PARK_MIN, Parked, packed
+from swarmnode.ring.work import Continuation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from swarmnode.ids import SessionId
-    from swarmnode.ring.admission import Admission
+    from swarmnode.ring.admission import Admission, Start
     from swarmnode.ring.head_config import HeadConfig
     from swarmnode.ring.relinking import Relinking
     from swarmnode.ring.session import Session
@@ -29,6 +32,7 @@ class Caches:
         freed: list[SessionId],
     ) -> None:
         self._config = config
+        self._admission = admission
         self._budget = admission.budget
         self._parking = admission.parking
         self._leaving = admission.leaving
@@ -50,7 +54,7 @@ class Caches:
         """Its caches go on every stage, and it stays; `lacking`: a stage has not what it should have continued."""
         gen = session.gen
         if lacking and session.source is not None:
-            session.source.spoiled = True
+            self._parking.spoil(session.source)
         source = self._let_go(session)
         session.pause()
         self._freed.append(session.id)
@@ -64,28 +68,39 @@ class Caches:
         self._freed.append(parked.id)
         self._leave(parked.id, Drop(parked.id, parked.gen), now)
 
-    def forget(self, parked: Parked) -> None:
-        """No stage needs to be told: a reset did not name it."""
-        self._parking.remove(parked)
-        self._freed.append(parked.id)
-        self._budget.release(parked.id)
-
-    def starts_from(self, source: Parked, *, move: bool) -> None:
-        """A session will continue it: a source of copies stays until the copy was made."""
-        if not move:
+    def start(self, start: Start, now: float) -> None:
+        """Let a session begin; a source of copies stays until the copy was made."""
+        session, prefix = start.session, start.prefix
+        if prefix is None:
+            session.begin(now)
+            return
+        source = prefix.source
+        if not start.move:
             source.pins += 1
             self._parking.add(source)
+        session.begin(now, Continuation(source.id, prefix.length, start.move), source)
 
-    def started(self, session: Session, admission: Admission, now: float) -> None:
-        """Its first piece came back: what it continues is its own on every stage."""
+    def started(self, session: Session, now: float) -> None:
+        """A piece came back: what the session continues is its own on every stage."""
         start, source = session.start, session.source
         session.start = session.source = None
         if start is None or source is None:
             return
         if start.move:
-            admission.settle(session)
-        else:
-            self._unpin(source, now)
+            self._admission.settle(session)
+            return
+        source.pins -= 1
+        if source.spoiled and not source.pins:
+            self.drop(source, now)
+
+    def forget_all_but(self, keep: Sequence[SessionId]) -> bool:
+        """What a reset did not bring back is parked no more, and no stage needs to be told; False: it brought all."""
+        lacking = [parked for parked in self._parking if parked.id not in keep]
+        for parked in lacking:
+            self._parking.remove(parked)
+            self._freed.append(parked.id)
+            self._budget.release(parked.id)
+        return bool(lacking)
 
     def left(self, session: SessionId, gen: int | None, now: float) -> None:
         """Every stage has freed it, or parked it."""
@@ -133,11 +148,6 @@ class Caches:
             return source
         source.pins -= 1
         return source if source.spoiled and not source.pins else None
-
-    def _unpin(self, source: Parked, now: float) -> None:
-        source.pins -= 1
-        if source.spoiled and not source.pins:
-            self.drop(source, now)
 
     def _leave(self, session: SessionId, message: End | Drop, now: float, parked: Parked | None = None) -> None:
         gen = message.gen if isinstance(message, Drop) else None

@@ -8,6 +8,7 @@ tokens. Who gets the ring's memory is decided in `admission`, and given back thr
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.errors import CacheGap
@@ -50,12 +51,11 @@ from swarmnode.ring.relinking import Relinking
 from swarmnode.ring.session import Phase, Session
 from swarmnode.ring.sessions import Sessions
 from swarmnode.ring.turn_plan import TurnPlan
-from swarmnode.ring.work import Continuation, PieceWork, Work, WorkResult
+from swarmnode.ring.work import PieceWork, Work, WorkResult
 
 if TYPE_CHECKING:
     from swarmnode.ring.head_config import HeadConfig
     from swarmnode.ring.schedule import Schedule
-    from swarmnode.ring.work import Activation
 
 RELINKING = "the ring is being linked anew; try again in a moment"
 
@@ -99,23 +99,25 @@ class Head:
 
     def handle_timer(self, now: float) -> None:
         limit_s = self._limit_s()
-        if (oldest_s := self.admission.leaving.oldest_s()) is not None and now >= oldest_s + END_SLACK * limit_s:
+        if now >= self._end_deadline_s(limit_s):
             self._break(f"the end of a request did not come round the ring for {END_SLACK * limit_s:.0f} s", now)
             return
-        for session in self._sessions.running():
-            if session.in_flight and now >= session.progress_s + limit_s:
+        for session in self._sessions.in_flight():
+            if now >= session.progress_s + limit_s:
                 self._refuse(session, "stalled", f"no stage answered for {limit_s:.0f} s; try again", now)
         self._balance(now)
 
     def next_timer(self) -> float | None:
         limit_s = self._limit_s()
-        deadlines = [session.progress_s + limit_s for session in self._sessions.running() if session.in_flight]
-        if (oldest_s := self.admission.leaving.oldest_s()) is not None:
-            deadlines.append(oldest_s + END_SLACK * limit_s)
-        return min(deadlines, default=None)
+        first_s = min((session.progress_s + limit_s for session in self._sessions.in_flight()), default=math.inf)
+        deadline_s = min(first_s, self._end_deadline_s(limit_s))
+        return None if math.isinf(deadline_s) else deadline_s
 
     def _limit_s(self) -> float:
         return self.progress.limit_s(pieces_in_flight=self._sessions.reading)
+
+    def _end_deadline_s(self, limit_s: float) -> float:
+        return self.admission.leaving.oldest_s() + END_SLACK * limit_s
 
     # effects
 
@@ -130,20 +132,9 @@ class Head:
         return drain(self._freed)
 
     def snapshot(self) -> dict[str, Any]:
-        """Gauges: requests waiting, running and paused, sessions still leaving, and who holds the budget's tokens."""
-        admission = self.admission
-        parked_tokens = admission.parking.tokens
-        return {
-            "sessions": len(self._sessions) + len(admission.leaving),
-            "waiting": len(admission.waiting),
-            "running": len(self._sessions.running()),
-            "paused": len(admission.paused),
-            "ending": len(admission.leaving),
-            "parked": len(admission.parking),
-            "kv_reserved_tokens": admission.budget.used_tokens - parked_tokens,
-            "kv_parked_tokens": parked_tokens,
-            "kv_budget_tokens": admission.budget.total_tokens,
-        }
+        """Gauges: sessions by what they do, conversations kept for later, and who holds the budget's tokens."""
+        sessions = len(self._sessions) + len(self.admission.leaving)
+        return {"sessions": sessions, "running": len(self._sessions.running()), **self.admission.gauges()}
 
     def _measured(self, ring: RingMeasured) -> None:
         self.admission.budget.total_tokens = ring.kv_tokens
@@ -187,8 +178,10 @@ class Head:
         """Let sessions grow, come back and start while there is room, and make room where it is due."""
         while self._relinking.serving:
             match self.admission.next_move(self._sessions.running()):
-                case Start() as start:
-                    self._start(start, now)
+                case Start(session=session) as start:
+                    self._caches.start(start, now)
+                    self._plan.reads(session)
+                    self._events.append(Started(session.request))
                 case Resume(session=session):
                     session.resume(now)
                     self._plan.reads(session)
@@ -200,16 +193,6 @@ class Head:
                     self._finish(session, "length", now)
                 case None:
                     return
-
-    def _start(self, start: Start, now: float) -> None:
-        session, prefix = start.session, start.prefix
-        if prefix is None:
-            session.begin(now)
-        else:
-            self._caches.starts_from(prefix.source, move=start.move)
-            session.begin(now, Continuation(prefix.source.id, prefix.length, start.move), prefix.source)
-        self._plan.reads(session)
-        self._events.append(Started(session.request))
 
     def _pause(self, session: Session, now: float, *, lacking: bool = False) -> None:
         self._plan.forget(session)
@@ -251,7 +234,7 @@ class Head:
             token = result.tokens[0] if result.tokens else None
             self._piece_done(PieceDone(session.id, session.gen, work.pos, len(work.ids), token, compute_ms), now)
             return
-        hidden = _required(result.hidden)
+        hidden = result.onward()
         self._plan.bytes_per_position = len(hidden.data) // len(work.ids)
         piece = Piece(
             session=session.id,
@@ -273,7 +256,7 @@ class Head:
         alive = [i for i, row in enumerate(rows) if self._sessions.alive(row.session, row.gen)]
         if not alive:
             return
-        hidden = _required(result.hidden).take_rows(alive)
+        hidden = result.onward().take_rows(alive)
         for i in alive:
             self._sessions[rows[i].session].hidden_bytes += len(hidden.data) // len(alive)
         self._outgoing.append(Envelope("act", Group(tuple(rows[i] for i in alive), hidden, compute_ms)))
@@ -321,7 +304,7 @@ class Head:
         self.costs.observe_piece(answer.n, answer.compute_ms, wall_ms - answer.queue_ms)
         self.progress.observe(now - session.progress_s)
         session.progress_s = now
-        self._caches.started(session, self.admission, now)
+        self._caches.started(session, now)
         if answer.token is not None:
             session.phase = Phase.DECODE
             session.first_token_s = now if session.first_token_s is None else session.first_token_s
@@ -336,10 +319,7 @@ class Head:
         for (row, session), token in zip(rows, answer.tokens, strict=True):
             if session is None or row.pos != session.length or not session.in_flight:
                 continue
-            wall_s = now - session.step_started_s
-            waited_s = session.step_started_s - session.ready_s
-            session.times.add(wall_s * 1e3, answer.compute_ms, answer.queue_ms, waited_s * 1e3)
-            self.progress.observe(wall_s)
+            self.progress.observe(session.step_came_back(answer.compute_ms, answer.queue_ms, now))
             self._take_token(session, token, now)
 
     def _take_token(self, session: Session, token: int, now: float) -> None:
@@ -414,20 +394,8 @@ class Head:
         """What came back is parked on every stage. The rest is forgotten; the stages that still hold it hear of that
         by one more reset, which names only what all of them have."""
         probed = self._relinking.reset_returned(below)
-        if probed is None:
-            return
-        lacking = [parked for parked in self.admission.parking if parked.id not in keep]
-        for parked in lacking:
-            self._caches.forget(parked)
-        if lacking:
+        if probed is not None and self._caches.forget_all_but(keep):
             self._reset(probed)
-            return
-        self._relinking.mended()
-        self._events.append(probed)
-
-
-def _required(hidden: Activation | None) -> Activation:
-    """Every stage but the last returns hidden states; an engine that does not is a bug, not a session's fault."""
-    if hidden is None:
-        raise RuntimeError("the engine of a stage that is not the last returned no hidden states")
-    return hidden
+        elif probed is not None:
+            self._relinking.mended()
+            self._events.append(probed)

@@ -8,6 +8,8 @@ from swarmnode.ring.kv_budget import TYPICAL_TOKENS
 
 SCHEDULES = ("cost", "source")
 """`cost`: groups and pieces by what they cost on these stages and links. `source`: the source's fixed rules."""
+MAX_IN_FLIGHT = 1024
+"""Sessions that may run at once, whatever was configured: a decode group of them all is one frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class HeadConfig:
     max_group: int = 0
     typical_tokens: int = TYPICAL_TOKENS
     schedule: str = "cost"
-    prefix_reuse: bool = False
+    prefix_reuse: bool = True
     """Keep the caches of ended conversations while there is room, for requests that begin with the same tokens."""
     exact_prefix: bool = False
     """The model has layers with a recurrent state: a conversation can only be continued at exactly its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ class Leaving(dict[tuple[SessionId, int | None], Departure]):
     def awaits(self, session: SessionId) -> bool:
         return any(session == leaving for leaving, _ in self)
 
-    def oldest_s(self) -> float | None:
-        return min((departure.since_s for departure in self.values()), default=None)
+    def oldest_s(self) -> float:
+        """Since when the first of them is awaited; inf while nobody is."""
+        return min((departure.since_s for departure in self.values()), default=math.inf)
 
     def spoil(self, session: SessionId, gen: int) -> None:
         """A stage failed the session after its end was sent: what it parked there is not to be continued."""

@@ -19,6 +19,7 @@ PARK_MIN = 32
 MAX_PARKED = 256
 """Parked at once: a `Reset` names them all, and a prompt is held against each."""
 _TOKEN_BYTES = array("i").itemsize
+_MIN_BYTES = PARK_MIN * _TOKEN_BYTES
 
 
 def packed(tokens: Sequence[int]) -> bytes:
@@ -56,9 +57,6 @@ class Prefix:
     def is_whole(self) -> bool:
         return self.length == self.source.length
 
-    def better_than(self, other: Prefix) -> bool:
-        return (self.length, self.is_whole) > (other.length, other.is_whole)
-
 
 class Parking:
     """All parked conversations, least recently used first. `exact`: one can only be continued at its whole length."""
@@ -66,6 +64,8 @@ class Parking:
     def __init__(self, *, exact: bool = False) -> None:
         self._exact = exact
         self._parked: dict[SessionId, Parked] = {}
+        self._answered: tuple[Sequence[int], Prefix | None] | None = None
+        """The last prompt and what it can continue: the first in line asks again at every step while it waits."""
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -84,11 +84,17 @@ class Parking:
 
     def add(self, parked: Parked) -> None:
         """Park it, or mark it as used just now."""
-        self._parked.pop(parked.id, None)
+        self.remove(parked)
         self._parked[parked.id] = parked
 
     def remove(self, parked: Parked) -> None:
         self._parked.pop(parked.id, None)
+        self._answered = None
+
+    def spoil(self, parked: Parked) -> None:
+        """It is not to be continued any more."""
+        parked.spoiled = True
+        self._answered = None
 
     def idle(self, but: Parked | None = None) -> Iterator[Parked]:
         """Those that may go, in the order they should: nobody is copying from them."""
@@ -99,23 +105,34 @@ class Parking:
 
         Of equals, one that the prompt continues as a whole (it can be taken over), else the last used.
         """
-        wanted = packed(prompt[:-1])
-        if not self._parked or len(wanted) < PARK_MIN * _TOKEN_BYTES:
-            return None
-        best, begin = None, wanted[: PARK_MIN * _TOKEN_BYTES]
-        for parked in reversed(self._parked.values()):
-            if parked.spoiled or not parked.tokens.startswith(begin):
-                continue
-            found = Prefix(parked, self._shared(parked.tokens, wanted, len(begin)))
-            if found.length and (best is None or found.better_than(best)):
-                best, begin = found, wanted[: found.length * _TOKEN_BYTES]
-        return best
+        if self._answered is None or self._answered[0] is not prompt:
+            self._answered = prompt, self._longest(packed(prompt[:-1]))
+        return self._answered[1]
 
-    def _shared(self, parked: bytes, wanted: bytes, known: int) -> int:
-        """Positions that can be continued; `known` bytes are known to be shared."""
-        if self._exact:
-            return len(parked) // _TOKEN_BYTES if wanted.startswith(parked) else 0
-        return _common(parked, wanted, known)
+    def _longest(self, wanted: bytes) -> Prefix | None:
+        known = [parked for parked in reversed(self._parked.values()) if not parked.spoiled]
+        if not known or len(wanted) < _MIN_BYTES:
+            return None
+        return _longest_whole(known, wanted) if self._exact else _longest_shared(known, wanted)
+
+
+def _longest_whole(known: Sequence[Parked], wanted: bytes) -> Prefix | None:
+    fitting = [parked for parked in known if wanted.startswith(parked.tokens)]
+    source = max(fitting, key=lambda parked: parked.length, default=None)
+    return Prefix(source, source.length) if source is not None and source.length >= PARK_MIN else None
+
+
+def _longest_shared(known: Sequence[Parked], wanted: bytes) -> Prefix | None:
+    """Most are dismissed by one compare: they do not share one token more than the best so far."""
+    best, equal, more = None, b"", wanted[:_MIN_BYTES]
+    for parked in known:
+        if len(more) > len(equal) and parked.tokens.startswith(more):
+            length = _common(parked.tokens, wanted, len(more))
+            best, equal = Prefix(parked, length), wanted[: length * _TOKEN_BYTES]
+            more = wanted[: len(equal) + _TOKEN_BYTES]
+        elif best is not None and not best.is_whole and parked.tokens == equal:
+            best = Prefix(parked, best.length)
+    return best
 
 
 def _common(one: bytes, other: bytes, known: int) -> int:

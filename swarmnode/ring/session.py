@@ -191,6 +191,12 @@ class Session:
         self.step_started_s = self.progress_s = now
         return row
 
+    def step_came_back(self, compute_ms: Sequence[float], queue_ms: float, now: float) -> float:
+        """Count the step; the seconds it was under way."""
+        wall_s, waited_s = now - self.step_started_s, self.step_started_s - self.ready_s
+        self.times.add(wall_s * 1e3, compute_ms, queue_ms, waited_s * 1e3)
+        return wall_s
+
     def timing(self) -> dict[str, Any]:
         """`swarm.timing` of the reply (milliseconds, averaged per token where it is a step's)."""
         timing: dict[str, Any] = {k: round(v, 3) for k, v in self.times.averages().items()}

@@ -16,6 +16,10 @@ class Sessions(dict[SessionId, Session]):
         """Those that have started and not been paused, by age."""
         return [s for s in self.values() if s.phase in (Phase.PREFILL, Phase.DECODE)]
 
+    def in_flight(self) -> list[Session]:
+        """Those of which something is travelling round the ring."""
+        return [s for s in self.values() if s.in_flight]
+
     def alive(self, session_id: SessionId, gen: int) -> Session | None:
         """The session while it runs in that generation: whatever else comes for it is late."""
         session = self.get(session_id)

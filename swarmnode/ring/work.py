@@ -121,6 +121,12 @@ class WorkResult:
     failed: Mapping[SessionId, Failure] = field(default_factory=dict)
     compute_ms: float = 0.0
 
+    def onward(self) -> Activation:
+        """What goes on to the next stage. An engine that returns none is a bug, not a session's fault."""
+        if self.hidden is None:
+            raise RuntimeError("the engine of a stage that is not the last returned no hidden states")
+        return self.hidden
+
 
 class Engine(Protocol):
     """A stage's compute. Real ones live in `compute/`; `ScriptedEngine` replays given tokens.

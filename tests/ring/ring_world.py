@@ -37,6 +37,8 @@ class WatchedEngine:
         self.works.append(work)
         rows = [work.session] if isinstance(work, PieceWork) else [row.session for row in work.rows]
         self.caches |= set(rows)
+        if isinstance(work, PieceWork) and work.start is not None and work.start.move:
+            self.caches.discard(work.start.source)
         return self._engine.run(work)
 
     def free(self, session: SessionId) -> None:
@@ -68,6 +70,13 @@ class RingWorld(World):
         count = config.num_stages
         self.engines = [WatchedEngine((scripts or {}).get(i, script), stage_spec(i, count)) for i in range(count)]
         super().__init__(config, self.engines, links or [Link()] * count, seed=seed, trace=True)
+
+    def forget_parked(self) -> None:
+        """As if all of the parked had been evicted."""
+        for parked in self.head.admission.parking:
+            self.head._caches.drop(parked, self.now_s)
+        self._flush(self.nodes[0])
+        self.run_until_quiet()
 
     def leftovers(self) -> dict[str, int]:
         """Everything that must be zero when no request runs: machines, budgets and the engines' caches."""

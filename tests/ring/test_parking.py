@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.ids import SessionId
-from swarmnode.ring.parking import PARK_MIN, Parked, Parking, packed
+from swarmnode.ring.parking import PARK_MIN, Parked, Parking, Prefix, packed
 
 
 def parked(session: int, *tokens: int, pins: int = 0) -> Parked:
@@ -72,8 +72,21 @@ def test_a_recurrent_state_is_continued_at_its_end_only() -> None:
 
 def test_what_a_stage_lacks_is_not_continued() -> None:
     one = parked(1, *SYSTEM, 1)
-    one.spoiled = True
-    assert best(parking(one, parked(2, *SYSTEM)), *SYSTEM, 1, 2) == (2, PARK_MIN)
+    made = parking(one, parked(2, *SYSTEM))
+    prompt = (*SYSTEM, 1, 2)
+    assert made.longest(prompt) == Prefix(one, PARK_MIN + 1)
+    made.spoil(one)
+    assert best(made, *prompt) == (2, PARK_MIN)
+
+
+def test_the_answer_to_a_prompt_that_waits_follows_what_comes_and_goes() -> None:
+    made, prompt = parking(), (*SYSTEM, 1, 2)
+    assert made.longest(prompt) is None
+    one, two = parked(1, *SYSTEM), parked(2, *SYSTEM, 1)
+    for change, found in [(made.add, one), (made.add, two), (made.remove, two), (made.remove, one)]:
+        change(found)
+        prefix = made.longest(prompt)
+        assert (prefix.source.id if prefix is not None else None) == next(iter(reversed(made.ids)), None)
 
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=PARK_MIN + 12).map(tuple)

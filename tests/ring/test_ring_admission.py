@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_world import Link, Outcome, Request, RingWorld, head_config
+from ring_world import GREEDY, Link, Outcome, Request, RingWorld, head_config
 
 from swarmnode.compute.script import Script
-from swarmnode.ids import SessionId
-from swarmnode.ring.head_messages import Accepted, Finished, Refused, Started
+from swarmnode.ids import RequestId, SessionId
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_config import MAX_IN_FLIGHT
+from swarmnode.ring.head_messages import Accepted, Finished, Open, Refused, Started
 from swarmnode.ring.kv_budget import GROWTH_TOKENS, KvBudget
 
 ENDLESS = Script(default=(9,), then="repeat", prefill_ms_per_token=1, decode_ms=5)
@@ -91,6 +93,15 @@ def test_r6_no_more_than_max_in_flight_run() -> None:
     assert max(most) == 2
     started = [o.seconds_of(Started) for o in outcomes]
     assert started == sorted(started)
+
+
+def test_r6_more_than_a_group_can_name_never_run_whatever_was_configured() -> None:
+    head = Head(head_config(2, max_in_flight=1 << 20, kv_tokens=1 << 20, max_waiting=4))
+    head.receive(Open(RequestId("a"), (1, 2), 2, GREEDY), 0.0)
+    (first,) = head._sessions.running()
+    head.admission.waiting.append(first)
+    assert head.admission.next_move([first] * MAX_IN_FLIGHT) is None
+    assert head.admission.next_move([first] * (MAX_IN_FLIGHT - 1)) is not None
 
 
 def test_r6_the_waiting_room_is_bounded() -> None:

@@ -198,6 +198,14 @@ def test_a_drop_that_is_late_leaves_the_next_gen_alone() -> None:
     assert len(run(stage, group((ONE, 1, 3)))) == 1
 
 
+def test_a_drop_of_an_earlier_gen_frees_nothing() -> None:
+    stage = Stage(1, 2)
+    run(stage, piece(ONE, 0, 4, gen=1))
+    both_lanes(stage, Drop(ONE, 0))
+    assert stage.freed() == []
+    assert len(run(stage, group((ONE, 1, 4)))) == 1
+
+
 @pytest.mark.parametrize("move", [True, False])
 def test_a_parked_session_is_continued_once_moved_as_often_as_copied(move: bool) -> None:
     stage = Stage(1, 3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.ids import SessionId
 from swarmnode.ring import messages as m
+from swarmnode.ring.head_config import MAX_IN_FLIGHT
 from swarmnode.ring.parking import MAX_PARKED
 from swarmnode.ring.work import Activation, Continuation, Sampling
 from swarmnode.wire import limits
@@ -123,3 +124,10 @@ def test_all_that_may_be_parked_fits_a_reset() -> None:
     (frame,) = FrameDecoder().feed(encode_bytes(to_frame(m.Reset(SessionId(2**63 - 1), keep))))
     assert from_frame(frame) == m.Reset(SessionId(2**63 - 1), keep)
     assert MAX_PARKED <= limits.MAX_ROWS
+
+
+def test_all_that_may_run_at_once_fits_a_group() -> None:
+    rows = tuple(m.Row(SessionId(2**62 + i), 2**30, 2**30) for i in range(MAX_IN_FLIGHT))
+    group = m.Group(rows, Activation("float32", (len(rows), 1), bytes(4 * len(rows))))
+    (frame,) = FrameDecoder().feed(encode_bytes(to_frame(group)))
+    assert from_frame(frame) == group
