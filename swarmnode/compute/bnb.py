@@ -20,7 +20,7 @@ from swarmnode.errors import LoadRefused
 NF4, INT8 = BNB_METHODS
 NF4_BLOCK = 64
 """Weights that share one absmax; bitsandbytes' and transformers' default."""
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 18
 """Quantized at a time, a multiple of NF4_BLOCK: bitsandbytes' CPU kernel takes some 17 bytes of scratch for each."""
 _MISSING = (
     "bitsandbytes is not installed on this peer; install it there, name other peers, or load without quantization"

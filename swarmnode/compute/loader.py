@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
 
+from swarmnode.catalog.manifest import MAX_LAYERS
 from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.freed_memory import return_freed_memory
@@ -51,9 +52,10 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     if lean is not None:
         lean.finish()
     model.finish()
-    return_freed_memory()
     engine = TorchEngine(model)
+    return_freed_memory()
     _prove(engine)
+    return_freed_memory()
     return engine
 
 
@@ -94,7 +96,11 @@ def _fill(model: StageModel, stored: dict[str, Stored], progress: Progress | Non
     chosen = parts_of(shapes, stored, model.outer)
     total = sum(part.stored.entry.size_bytes for parts in chosen.values() for part in parts)
     reader = _TensorReader(model.dtype, model.device, total, progress)
+    last_layer = None
     for name, parts in sorted(chosen.items(), key=_reading_order):
+        if model.quantized and layer_of(name) != last_layer:
+            return_freed_memory()  # else the dense block that was quantized last stays beside the next one
+            last_layer = layer_of(name)
         room = lean.room(name) if lean is not None else None
         model.set_parameter(name, reader.read(parts, shapes[name], room))
         if lean is not None:
@@ -103,10 +109,13 @@ def _fill(model: StageModel, stored: dict[str, Stored], progress: Progress | Non
 
 
 def _reading_order(item: tuple[str, tuple[Part, ...]]) -> tuple[int, str, int]:
-    """Layer by layer, so that a block is complete before the next begins; within it as the bytes lie in the files."""
+    """Layer by layer, so that a block is complete before the next begins; within it as the bytes lie in the files. A
+    head, which may be the largest of all, comes when the blocks are quantized."""
     name, parts = item
     layer = layer_of(name)
-    return (-1 if layer is None else layer, str(parts[0].stored.path), parts[0].stored.entry.begin)
+    if layer is None:
+        layer = -1 if "embed_tokens" in name else MAX_LAYERS
+    return (layer, str(parts[0].stored.path), parts[0].stored.entry.begin)
 
 
 class _TensorReader:

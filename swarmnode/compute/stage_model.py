@@ -72,6 +72,7 @@ class StageModel:
         self.first_layer, self.is_first, self.is_last = spec.first_layer, spec.is_first, spec.is_last
         self.num_layers = spec.end_layer - spec.first_layer
         self.dtype, self.device = dtype, device
+        self.quantized = spec.quantization != "none"
         self.outer: Any = _build_on_meta(config, dtype, self.name)
         if spec.quantization in BNB_METHODS:
             bnb.replace_linears(self.outer, spec.quantization, dtype)
