@@ -138,6 +138,13 @@ VARIABLES: tuple[Variable, ...] = (
         _switch,
     ),
     Variable(
+        "SWARM_SERVE_ATTENTION",
+        "auto",
+        "peer",
+        "attention: grouped (query heads that share a KV head as one), sdpa (as torch does it), auto (the faster)",
+        _one_of("auto", "grouped", "sdpa"),
+    ),
+    Variable(
         "SWARM_REQUIRE_API_TOKEN",
         "0",
         "coordinator",

@@ -7,7 +7,8 @@ import torch
 
 from swarmnode.compute.attention import MODES, attention_mode, session_attention
 from swarmnode.compute.kv_cache import SessionViews
-from swarmnode.errors import LoadRefused, StageFailed
+from swarmnode.config import read_settings
+from swarmnode.errors import InvalidRequest, LoadRefused, StageFailed
 
 HEAD_DIM = 8
 MODULE = torch.nn.Module()
@@ -50,6 +51,13 @@ def test_pieces_and_rows(heads: int, kv_heads: int, window: int | None, softcap:
         for i in range(len(lengths)):
             expected = slow(query[i], keys[i][0], values[i][0], window, softcap)
             torch.testing.assert_close(out[i].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_settings_take_the_modes_there_are() -> None:
+    for mode in MODES:
+        read_settings(environ={"SWARM_SERVE_ATTENTION": mode})
+    with pytest.raises(InvalidRequest, match=f"must be one of {', '.join(MODES)}"):
+        read_settings(environ={"SWARM_SERVE_ATTENTION": "flash"})
 
 
 def test_what_it_does_not_compute_is_refused() -> None:
