@@ -136,7 +136,10 @@ class Worker:
     def _read(self) -> None:
         """The reader thread: the end of input ends the process, whatever the other threads are doing."""
         while (frame := self._reader.read()) is not None and frame.kind != "shutdown":
-            self._route(frame)
+            if frame.kind == "ping":
+                self._post(Frame("pong"))  # from this thread: a long forward is no reason to be taken for dead
+            else:
+                self._route(frame)
         os._exit(EXIT_INPUT_CLOSED)
 
     def _write(self) -> None:

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 RING_KINDS = frozenset({"piece", "piece_done", "group", "tokens", "end", "ended", "failed", "probe", "drop", "reset"})
 REPLY_KINDS = frozenset({"accepted", "started", "text", "done", "error", "probed"})
 STALL_S = 120.0
-"""A worker that holds sessions and says nothing for this long is stuck in a driver or stopped; it is killed."""
+"""A worker that holds sessions and says nothing of them for this long is stuck in a driver; it is killed."""
+PULSE_S, MISSED_PULSES = 5.0, 3
+"""How often a worker is asked for a sign of life, which its reader thread gives whatever it computes, and how many may
+be missing before it is killed: a process that was stopped, or that thrashes, answers nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +77,9 @@ class StageHost:
         self._nursery: trio.Nursery | None = None
         self._ready = False
         self._heard_s = trio.current_time()
+        self._pulse = True
+        """The worker said something since it was last asked for a sign of life."""
+        self._killed_because = ""
         self._requests: set[str] = set()
         """Handed to the worker and not answered yet. Its gauges cannot tell: they come after a forward, not before."""
 
@@ -187,15 +193,18 @@ class StageHost:
         """Route what the worker says until it ends, which is a fault unless the scope was cancelled."""
         try:
             while (frame := await worker.pipe.receive()) is not None:
-                self._heard_s = trio.current_time()
-                self._route(frame)
+                self._pulse = True
+                if frame.kind != "pong":
+                    self._heard_s = trio.current_time()
+                    self._route(frame)
         except (LinkBroken, ProtocolError):
             with trio.move_on_after(1):  # killed in the middle of a frame: say so, not that its frame was bad
                 await worker.wait()
             if not worker.ended:
                 raise
         code = await worker.wait()
-        raise StageLost(f"stage {self.spec.stage}'s worker {describe_exit(code)}{self._last_words(worker)}")
+        how = f"{describe_exit(code)}{self._killed_because}{self._last_words(worker)}"
+        raise StageLost(f"stage {self.spec.stage}'s worker {how}")
 
     def _route(self, frame: Frame) -> None:
         if frame.kind in RING_KINDS:
@@ -222,14 +231,31 @@ class StageHost:
 
     def _become_ready(self, about: dict[str, Any]) -> None:
         self._ready, self.phase = True, "ready"
+        if self._nursery is not None:
+            self._nursery.start_soon(self._watch_pulse)
         address = self._context.identity.listen[0]
         self._post(Frame("stage_ready", self._where(), pack_body({**about, "address": address})))
 
     async def _watch_stall(self) -> None:
         while True:
             await trio.sleep(STALL_S / 4)
-            if self._busy and trio.current_time() - self._heard_s > STALL_S and self.worker is not None:
-                self.worker.kill()
+            if self._busy and trio.current_time() - self._heard_s > STALL_S:
+                self._kill(f"it held requests and said nothing of them for {STALL_S:g} s")
+
+    async def _watch_pulse(self) -> None:
+        """Counted in questions, not in time: a laptop that slept finds its worker well."""
+        missed = 0
+        while missed < MISSED_PULSES:
+            self._pulse = False
+            self._to_worker.post(Frame("ping"))
+            await trio.sleep(PULSE_S)
+            missed = 0 if self._pulse else missed + 1
+        self._kill(f"it had not answered for {MISSED_PULSES * PULSE_S:g} s")
+
+    def _kill(self, why: str) -> None:
+        if self.worker is not None:
+            self._killed_because = f" ({why})"
+            self.worker.kill()
 
     @property
     def _busy(self) -> bool:

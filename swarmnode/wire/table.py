@@ -263,6 +263,8 @@ def _other_kinds() -> tuple[Kind, ...]:
         _kind("ready", "pipe", (), "map"),
         _kind("fatal", "pipe", _ERROR),
         _kind("shutdown", "pipe", ()),
+        _kind("ping", "pipe", ()),
+        _kind("pong", "pipe", ()),
         _kind("stats", "pipe", (), "map"),
     )
 

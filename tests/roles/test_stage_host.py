@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +81,34 @@ async def test_a_worker_that_hangs_in_its_first_forward_is_killed(
         assert failed.header["code"] == "stage_lost"
         assert "SIGKILL" in failed.header["message"]
         await stage.next_of("unloaded")
+
+
+async def test_a_worker_that_was_stopped_is_noticed_though_it_has_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_host, "PULSE_S", SHORT_STALL_S / 2)
+    stage = HostedStage(tmp_path, {"default": list(b"hi")})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.host.run, COORDINATOR)
+        await stage.next_of("stage_ready")
+        assert stage.host.worker is not None
+        os.kill(stage.host.worker.pid, signal.SIGSTOP)
+        failed = await stage.next_of("stage_failed")
+        assert "it had not answered for 0.75 s" in failed.header["message"]
+        await stage.next_of("unloaded")
+
+
+async def test_a_worker_that_computes_for_long_answers_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_host, "PULSE_S", SHORT_STALL_S / 2)
+    stage = HostedStage(tmp_path, {"default": list(b"hi"), "prefill_ms_per_token": 250})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.host.run, COORDINATOR)
+        await stage.next_of("stage_ready")
+        stage.host.take(chat())
+        assert (await stage.next_of("done", "stage_failed")).kind == "done"
+        stage.host.unload()
 
 
 async def test_a_worker_that_has_answered_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
