@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from swarmnode.ring.head_config import MAX_IN_FLIGHT
 from swarmnode.ring.kv_budget import GROWTH_TOKENS, KvBudget
 from swarmnode.ring.leaving import Leaving
-from swarmnode.ring.parking import Parking
+from swarmnode.ring.parking import Parking, packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,6 +181,8 @@ class Admission:
         """
         needed = self._first_reservation(session)
         prefix = self.parking.longest(session.prompt)
+        if self._comes_round(session, prefix):
+            return None
         source, move = (prefix.source, self._takes_over(prefix, needed)) if prefix is not None else (None, False)
         extra = needed - source.held_tokens if source is not None and move else needed
         if extra > self.budget.free_tokens:
@@ -191,6 +193,14 @@ class Admission:
             self.budget.transfer(source.id, session.id, source.held_tokens)
         self.budget.reserve(session.id, needed)
         return Start(session, prefix, move)
+
+    def _comes_round(self, session: Session, prefix: Prefix | None) -> bool:
+        """Whether a conversation that the prompt continues as a whole has just ended: a client that answers at once
+        waits for its end's one trip round the ring, and not for all of it to be read again."""
+        best = prefix.length if prefix is not None else 0
+        coming = [departure.parked for departure in self.leaving.values() if departure.parked is not None]
+        longer = [parked for parked in coming if parked.length > best and not parked.spoiled]
+        return bool(longer) and any(packed(session.prompt[:-1]).startswith(parked.tokens) for parked in longer)
 
     def _takes_over(self, prefix: Prefix, needed: int) -> bool:
         source = prefix.source

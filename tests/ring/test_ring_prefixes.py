@@ -84,10 +84,12 @@ def test_a_session_counts_as_parked_only_when_its_end_came_round() -> None:
         world._step()
     assert [e.message.park for _, _, e in world.sent if isinstance(e.message, End)] == [len(SYSTEM)] * 2
     world.ask(request("at-once", (*SYSTEM, 5)))
+    world.ask(request("other", (*SYSTEM[1:], 5)))
     world.run_until(world.now_s + 0.001)
-    assert "at-once" in world.started
+    assert not {"at-once", "other"} & set(world.started), "it waits for the end, and nobody overtakes it"
     world.run_until_quiet()
-    assert finished(world, "at-once").cached_tokens == 0
+    assert finished(world, "at-once").cached_tokens == len(SYSTEM)
+    assert finished(world, "other").cached_tokens == 0
     world.check_the_end()
 
 
