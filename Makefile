@@ -28,6 +28,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 60
 	$(BIN)/python -m benchmarks.throughput --stages 2 --users 1,2,4,8 --rtt-ms 0,20
 	$(BIN)/python -m benchmarks.calibrate
+	$(BIN)/python -m benchmarks.prefix
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)

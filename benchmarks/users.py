@@ -18,7 +18,7 @@ from swarmnode.cli.local_swarm import LocalSwarm
 from swarmnode.config import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PROMPTS = ("a lighthouse keeper", "two rivals", "a long winter", "an old clock", "a train", "bees", "a map", "the sea")
 MEASURED_ROWS = (1, 2, 4, 8)
@@ -55,14 +55,19 @@ class Ring:
             thread.join()
         return crowd
 
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], tokens: int, show: Callable[[str], None] = lambda _: None
+    ) -> ChatResult:
+        """One greedy reply of at most `tokens` tokens."""
+        body = {"model": self._model, "messages": list(messages), "temperature": 0, "max_tokens": tokens}
+        with closing(self._swarm.client()) as client:
+            return run_chat(client, body, show)
+
     def _ask(self, crowd: Crowd, index: int, tokens: int) -> None:
         story = f"Write a very long story about {PROMPTS[index % len(PROMPTS)]}, number {index}, with many details."
-        body = {"model": self._model, "messages": [{"role": "user", "content": story}], "temperature": 0}
         times = crowd.times_s[index]
-        with closing(self._swarm.client()) as client:
-            crowd.results[index] = run_chat(
-                client, body | {"max_tokens": tokens}, lambda _: times.append(time.monotonic())
-            )
+        messages = [{"role": "user", "content": story}]
+        crowd.results[index] = self.chat(messages, tokens, lambda _: times.append(time.monotonic()))
 
 
 @dataclass(slots=True)
