@@ -1,4 +1,4 @@
-"""Which files a stage needs: M4's rule for whole shard files."""
+"""Which files a stage needs, and which splits a model can be served in: M4's rules."""
 
 from __future__ import annotations
 
@@ -51,3 +51,14 @@ def _unrecorded(manifest: Manifest, num_stages: int, stage: int | None) -> tuple
             f"it was exported with; {num_stages} were asked"
         )
     return tuple(range(num_stages)) if stage is None else (stage,)
+
+
+def check_codecs(manifest: Manifest) -> None:
+    """Raise LoadRefused for a model that learned with codecs: rows cross every boundary as they are, so it would be
+    another model, also where a recorded boundary now lies inside a stage."""
+    trained = [codec for codec in manifest.codecs if codec.get("method", "none") != "none"]
+    if trained:
+        raise LoadRefused(
+            f"{manifest.id} was trained with codecs on its boundaries ({str(dict(trained[0]))[:120]}), which this "
+            "version does not apply; export it without them"
+        )

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmnode.catalog.planning import stage_files
+from swarmnode.catalog.planning import check_codecs, stage_files
 from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, default_quantization, degraded
@@ -83,6 +83,7 @@ def plan_ring(
     epoch: int,
 ) -> PlannedRing:
     """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
+    check_codecs(manifest)
     asked = options.quantization or default_quantization(manifest.quantization)
     plan, request, notice = _place(manifest, options, offers, settings, asked)
     layers = manifest.architecture.num_layers

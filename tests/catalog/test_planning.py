@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
-from swarmnode.catalog.planning import stage_files, stage_shards
+from swarmnode.catalog.planning import check_codecs, stage_files, stage_shards
 from swarmnode.errors import LoadRefused
 
 
@@ -88,3 +88,9 @@ def test_an_unrecorded_split_serves_only_as_exported() -> None:
 def test_what_is_no_stage_is_refused_with_the_numbers(first: int, end: int, stages: int) -> None:
     with pytest.raises(LoadRefused, match=r"30 layers|layers 0 to 29"):
         stage_files(THIRTY, first, end, stages)
+
+
+def test_m4_a_model_that_learned_with_codecs_is_not_served_without_them() -> None:
+    check_codecs(THIRTY.model_copy(update={"codecs": ({"method": "none"}, {})}))
+    with pytest.raises(LoadRefused, match=r"m was trained with codecs on its boundaries \(\{'method': 'bottleneck'"):
+        check_codecs(THIRTY.model_copy(update={"codecs": ({}, {"method": "bottleneck", "width": 64})}))
