@@ -16,12 +16,19 @@ SUSPECT_S = 6.0
 """Three beats missed: shown, not acted on; a node that is slow is not a node that is dead."""
 DEAD_S = 15.0
 """Silence beyond this ends the node's rings; a stalled uplink of a few seconds must not."""
+FORGET_S = 600.0
+"""A dead node, or a boot that another followed, is then as one never seen: by now its connections are gone, too."""
+MAX_REPLACED = 1024
+"""Boots remembered that others followed; whoever makes up new ones without end drives out the oldest."""
 
 
 class NodeState(Enum):
     ALIVE = "alive"
     SUSPECT = "suspect"
     DEAD = "dead"
+
+
+_PATIENCE_S = {NodeState.ALIVE: SUSPECT_S, NodeState.SUSPECT: DEAD_S, NodeState.DEAD: FORGET_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,9 @@ class Membership:
 
     def __init__(self) -> None:
         self._entries: dict[NodeId, _Entry] = {}
-        self._replaced: set[BootId] = set()
-        """Boots that a newer one of their node followed: what is still read from their connections is no life."""
+        self._replaced: dict[BootId, float] = {}
+        """Boots that a newer one of their node followed, and when: what is still read from their connections is no
+        life."""
         self._events: list[StateChanged] = []
 
     def state(self, node: NodeId) -> NodeState:
@@ -82,7 +90,7 @@ class Membership:
             return
         if entry is None or entry.boot != message.boot:
             if entry is not None:
-                self._replaced.add(entry.boot)
+                self._replace(entry.boot, now)
                 self._change(message.node, entry, NodeState.DEAD)
             self._entries[message.node] = _Entry(message.boot, now)
             self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))
@@ -92,30 +100,33 @@ class Membership:
             self._change(message.node, entry, NodeState.ALIVE)
 
     def handle_timer(self, now: float) -> None:
-        for node, entry in self._entries.items():
+        for boot in [boot for boot, at_s in self._replaced.items() if now - at_s >= FORGET_S]:
+            del self._replaced[boot]
+        for node, entry in list(self._entries.items()):
             silence_s = now - entry.heard_s
             if entry.state is NodeState.DEAD:
-                continue
-            if silence_s >= DEAD_S:
+                if silence_s >= FORGET_S:
+                    del self._entries[node]
+            elif silence_s >= DEAD_S:
                 self._change(node, entry, NodeState.DEAD)
             elif silence_s >= SUSPECT_S:
                 self._change(node, entry, NodeState.SUSPECT)
 
     def next_timer(self) -> float | None:
-        return min(
-            (
-                e.heard_s + (SUSPECT_S if e.state is NodeState.ALIVE else DEAD_S)
-                for e in self._entries.values()
-                if e.state is not NodeState.DEAD
-            ),
-            default=None,
-        )
+        deadlines = [entry.heard_s + _PATIENCE_S[entry.state] for entry in self._entries.values()]
+        oldest_s = next(iter(self._replaced.values()), None)
+        return min(deadlines if oldest_s is None else [*deadlines, oldest_s + FORGET_S], default=None)
 
     def outgoing(self) -> list[object]:
         return []
 
     def events(self) -> list[StateChanged]:
         return drain(self._events)
+
+    def _replace(self, boot: BootId, now: float) -> None:
+        self._replaced[boot] = now
+        if len(self._replaced) > MAX_REPLACED:
+            del self._replaced[next(iter(self._replaced))]
 
     def _change(self, node: NodeId, entry: _Entry, state: NodeState) -> None:
         if entry.state is not state:

@@ -144,6 +144,7 @@ class Gateway:
             "coordinator": me,
             "peers": peers,
             "rings": rings,
+            "lost": [_lost(ring) for ring in coordinator.ended.values() if ring.error is not None],
             "members": [self._known(record) for record in coordinator.enrolment.nodes],
             "traffic": coordinator.context.traffic.snapshot(),
         }
@@ -250,6 +251,12 @@ def _same(ring: LoadedRing, options: LoadOptions) -> bool:
     methods = (None, ring.quantization, ring.asked_quantization)
     same_weights = options.dtype in ("auto", ring.dtype) and options.quantization in methods
     return stages == len(ring.specs) and on_peers and same_weights
+
+
+def _lost(ring: LoadedRing) -> dict[str, Any]:
+    """What became of a ring that nobody unloaded."""
+    error = None if ring.error is None else {"code": ring.error.code, "message": ring.error.message}
+    return {"id": ring.model, "state": ring.state, "error": error}
 
 
 def _ring_status(ring: LoadedRing) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def models_table(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def ps_view(answer: Mapping[str, Any]) -> RenderableType:
-    """`GET /api/v1/nodes`: the nodes, then every ring with its stages."""
-    rings = answer.get("rings") or []
+    """`GET /api/v1/nodes`: the nodes, then every ring with its stages, or why it is gone."""
+    rings = [*(answer.get("rings") or []), *(answer.get("lost") or [])]
     parts: list[RenderableType] = [_nodes_table(answer)]
     for ring in rings:
         parts += [Text(), status_view(ring)]

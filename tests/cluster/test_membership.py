@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from swarmnode.cluster.membership import (
     BEAT_INTERVAL_S,
     DEAD_S,
+    FORGET_S,
+    MAX_REPLACED,
     SUSPECT_S,
     Heard,
     Left,
@@ -68,7 +70,7 @@ def test_silence_makes_suspect_then_dead_each_once() -> None:
     watch.wait(100)
     assert [(at, c.state) for at, c in watch.changes] == [(0, ALIVE), (SUSPECT_S, SUSPECT), (DEAD_S, DEAD)]
     assert watch.members.silence_s(ATTIC, watch.now_s) == 100
-    assert watch.members.next_timer() is None
+    assert watch.members.next_timer() == 50.0 + FORGET_S, "only to forget it"
 
 
 @pytest.mark.parametrize("gap_s", [BEAT_INTERVAL_S, SUSPECT_S - 0.01])
@@ -179,3 +181,35 @@ def test_changes_alternate_and_timers_always_move(history: list[tuple[str, NodeI
         assert boots == sorted(boots, key=boots.index)
     watch.wait(DEAD_S)
     assert watch.members.state(ATTIC) is watch.members.state(CELLAR) is DEAD
+
+
+def test_a_dead_node_is_forgotten_after_a_while_and_may_come_back() -> None:
+    watch = Watch()
+    watch.hear()
+    watch.wait(FORGET_S - 1)
+    assert watch.members.silence_s(ATTIC, watch.now_s) == FORGET_S - 1
+    watch.wait(1)
+    assert watch.members.silence_s(ATTIC, watch.now_s) is None
+    assert watch.members.next_timer() is None
+    watch.hear()
+    assert watch.members.state(ATTIC) is ALIVE
+
+
+def test_boots_that_others_followed_are_forgotten_too() -> None:
+    watch = Watch()
+    watch.hear(boot=B1)
+    watch.hear(boot=B2)
+    watch.hear(boot=B1)
+    assert watch.said()[-1] == (ATTIC, B2, ALIVE), "what is still read from the old one's connections"
+    watch.leave(boot=B2)
+    watch.wait(FORGET_S)
+    assert (watch.members._entries, watch.members._replaced) == ({}, {})
+
+
+def test_made_up_boots_are_bounded() -> None:
+    watch = Watch()
+    for number in range(3 * MAX_REPLACED):
+        watch.hear(boot=BootId(f"made-up-{number}"))
+    assert len(watch.members._replaced) == MAX_REPLACED
+    watch.hear(boot=BootId(f"made-up-{3 * MAX_REPLACED - 2}"))
+    assert watch.said()[-1][1] == f"made-up-{3 * MAX_REPLACED - 1}", "the newest of them still count for nothing"

@@ -36,8 +36,11 @@ def ask(swarm: Swarm, model: str = MODEL, text: str = "hello") -> str | None:
     return reply.choices[0].message.content
 
 
-def lose(swarm: Swarm, texts: Iterator[str], kill: int) -> None:
-    """Kill a process in the middle of a reply; the client must hear of it in time, with the stable code."""
+def lose(swarm: Swarm, texts: Iterator[str], kill: int) -> str:
+    """Kill a process in the middle of a reply; the client must hear of it in time, with the stable code.
+
+    Returns the words it hears.
+    """
     assert len(next(texts)) > 0
     os.kill(kill, signal.SIGKILL)
     killed_s = time.monotonic()
@@ -46,6 +49,7 @@ def lose(swarm: Swarm, texts: Iterator[str], kill: int) -> None:
             pass
     assert raised.value.code == "stage_lost"
     assert time.monotonic() - killed_s < ERROR_WITHIN_S
+    return raised.value.message
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -57,12 +61,14 @@ def test_a_killed_worker(fresh_swarm: Swarm, stage: int) -> None:
     peer = status["stages"][stage]["peer"]
     other = reading(swarm, "scripted-two")
     assert next(other)
-    lose(swarm, reading(swarm), workers[peer])
+    heard = lose(swarm, reading(swarm), workers[peer])
+    assert f"stage {stage}'s worker was ended by SIGKILL" in heard, "the cause, not what a neighbour saw of it"
     assert len("".join(other)) > 1000, "the other ring goes on"
     wait_until(lambda: not any(alive(pid) for pid in workers.values()), "both workers have ended")
     lost = swarm.status(MODEL)
     assert lost["state"] == "lost"
     assert f"stage {stage}" in lost["error"]["message"]
+    assert [ring["id"] for ring in swarm.client.get("/api/v1/nodes")["lost"]] == [MODEL]
     with pytest.raises(openai.APIStatusError, match="load it again"):
         ask(swarm)
     swarm.load(MODEL)

@@ -244,3 +244,11 @@ def test_l5_a_plan_says_what_every_stage_needs_part_by_part() -> None:
     assert all(text in lines[-2] for text in ("pc-1", "0-14", "900 MiB", "2.0 GiB", "150 MiB", "90.0 MiB"))
     assert lines[-1] == "served with nf4"
     assert "900 MiB" in shown(plan_view(plan), width=70)
+
+
+def test_ps_says_what_became_of_a_ring_that_was_lost() -> None:
+    lost = {"id": "house-1", "state": "lost", "error": {"code": "stage_lost", "message": "stage 1's worker died"}}
+    text = shown(ps_view({"coordinator": None, "peers": [], "rings": [], "lost": [lost]}))
+    assert "house-1 lost" in text
+    assert "stage 1's worker died" in text
+    assert NO_RINGS not in text
