@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from sims.report import lines
-from sims.scenarios import failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios import chats, failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     added = scenario("failover", failover, lambda chosen: failover.run(chosen.voters, chosen.failovers, chosen.seed))
     added.add_argument("--voters", type=_positive, default=3)
     added.add_argument("--failovers", type=_positive, default=1000)
+    added = scenario("chats", chats, lambda chosen: chats.run(chosen.seed, prefix_reuse=chosen.prefix_reuse))
+    added.add_argument("--prefix-reuse", action=argparse.BooleanOptionalAction, default=True, help="park and continue")
     scenario("slow-uplink", slow_uplink, lambda chosen: slow_uplink.run(chosen.seed))
     return parser
 

@@ -54,10 +54,12 @@ def interpolate(points: Mapping[int, float], n: int) -> float:
 
 
 class TableEngine:
-    """Runs everything in the time its table says, varied by ± `jitter` of it."""
+    """Runs everything in the time its table says, varied by ± `jitter` of it. A parked cache is copied in no time."""
 
     def __init__(self, table: StageTable, is_last: bool, random: Random, jitter: float = 0.0) -> None:
         self.took_s = 0.0
+        self.read_positions = 0
+        """Prompt positions it ran so far, those read again included."""
         self._table = table
         self._is_last = is_last
         self._random = random
@@ -68,6 +70,9 @@ class TableEngine:
         if isinstance(work, PieceWork):
             n, ms, wants_token = len(work.ids), self._table.piece_ms(len(work.ids)), work.last
             self._lengths[work.session] = work.pos + n
+            self.read_positions += n
+            if work.start is not None and work.start.move:
+                self.free(work.start.source)
         else:
             n, ms, wants_token = len(work.rows), self._table.group_ms(len(work.rows)), True
             self._lengths |= {row.session: row.pos + 1 for row in work.rows}

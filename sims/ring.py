@@ -11,6 +11,7 @@ from sims.world import Link, World
 from swarmnode.ring.cost_model import StageCosts
 from swarmnode.ring.head_config import HeadConfig
 from swarmnode.ring.head_messages import RingMeasured
+from swarmnode.ring.kv_budget import TYPICAL_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 MEASURED_ROWS = (1, 2, 4, 8)
 MEASURED_POSITIONS = (32, 64, 128, 256)
 PLENTY_TOKENS = 1 << 40
-"""Memory is no subject of these studies."""
+"""Memory is no subject of most studies."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingSpec:
-    """Stages and links of a study. `jitter` varies every step by ± that share of it."""
+    """Stages and links of a study. `jitter` varies every step by ± that share of it. Nothing is parked unless asked
+    for: prompts of most studies are alike, and would be read once only."""
 
     tables: tuple[StageTable, ...]
     links: tuple[Link, ...]
@@ -33,6 +35,9 @@ class RingSpec:
     max_group: int = 0
     max_in_flight: int = 64
     prefill_chunk: int = 256
+    kv_tokens: int = PLENTY_TOKENS
+    typical_tokens: int = TYPICAL_TOKENS
+    prefix_reuse: bool = False
     jitter: float = 0.0
     seed: int = 0
 
@@ -40,14 +45,16 @@ class RingSpec:
     def head_config(self) -> HeadConfig:
         return HeadConfig(
             num_stages=len(self.tables),
-            context_tokens=PLENTY_TOKENS,
-            kv_tokens=PLENTY_TOKENS,
+            context_tokens=self.kv_tokens,
+            kv_tokens=self.kv_tokens,
             max_in_flight=self.max_in_flight,
             max_waiting=PLENTY_TOKENS,
             eos_token_ids=frozenset(),
             prefill_chunk=self.prefill_chunk,
             max_group=self.max_group,
             schedule=self.schedule,
+            typical_tokens=self.typical_tokens,
+            prefix_reuse=self.prefix_reuse,
         )
 
     def engines(self) -> list[TableEngine]:

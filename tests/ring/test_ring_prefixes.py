@@ -129,6 +129,18 @@ def test_where_a_copy_has_no_room_the_parked_one_is_taken_over() -> None:
     world.check_the_end()
 
 
+def test_what_was_taken_over_beyond_the_need_is_given_back() -> None:
+    world = reusing(2, kv_tokens=100, context_tokens=100)
+    chat(world, "first", (*SYSTEM, *range(500, 550)), 1)
+    world.ask(request("second", (*SYSTEM, 9), 9))
+    world.run_until(world.now_s)
+    assert world.head.admission.budget.used_tokens == len(SYSTEM) + 50
+    while not world.outcomes["second"].tokens:
+        world._step()
+    assert world.head.admission.budget.used_tokens == len(SYSTEM) + 1 + 9
+    world.check_the_end()
+
+
 def test_one_that_is_being_copied_from_is_neither_taken_over_nor_sent_away() -> None:
     world = reusing(2, kv_tokens=200, context_tokens=200)
     first = chat(world, "first", SYSTEM, 3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sims.__main__ import main
-from sims.scenarios import jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios import chats, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 from sims.scenarios.two_pcs import TwoPcs
 
 SAME = 1e-3
@@ -102,6 +102,20 @@ def test_slow_uplinks_keep_the_line_busy_and_the_chat_alive() -> None:
     for row in slow_uplink.run()["rows"]:
         assert row["ratio"] <= 1.03
         assert row["chat_itl_p99_ms_beside_a_prompt"] <= row["chat_itl_p50_ms"] + 2 * 500 + 100
+
+
+def test_chats_read_what_is_new_and_end_in_any_budget() -> None:
+    reused, read_again = chats.run(), chats.run(prefix_reuse=False)
+    assert reused["long_conversation"]["ratio"] <= 1.3
+    assert read_again["long_conversation"]["ratio"] > 10
+    (roomy, tight), (all_read, tight_read) = reused["rows"], read_again["rows"]
+    assert roomy["pauses"] == 0
+    assert tight["pauses"] > 0
+    assert roomy["read_positions"] + roomy["continued_positions"] == roomy["asked_positions"]
+    assert roomy["read_positions"] < 0.2 * all_read["read_positions"]
+    assert tight["read_positions"] < 0.6 * tight_read["read_positions"]
+    assert roomy["later_ttft_p50_s"] < 1
+    assert tight["all_done_s"] < tight_read["all_done_s"]
 
 
 def test_the_same_seed_gives_the_same_report_and_another_one_another() -> None:
