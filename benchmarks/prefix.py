@@ -8,7 +8,9 @@ thrown away.
 
     ratio = TTFT of the second turn / TTFT of its new tokens alone
 
-It cannot be 1: the new tokens attend to all of the past.
+It cannot be 1: the new tokens attend to all of the past. By arithmetic that adds 2 x past x heads x head_dim / (weights
+of a layer) to their work: 0.5 for the demo model behind 1,600 positions (its layers are small: 3.5 M weights), 0.1 for
+one with 2,048 numbers a position.
 """
 
 from __future__ import annotations
