@@ -55,6 +55,27 @@ def test_a_stream_gives_the_same_text_and_the_usage(swarm: Swarm) -> None:
     assert chunks[-1].usage.completion_tokens == len(REPLY.encode()) + 1
 
 
+def test_a_second_turn_is_continued_and_the_usage_and_the_status_say_so(swarm: Swarm) -> None:
+    turns = [{"role": "user", "content": "what bees do"}, {"role": "assistant", "content": REPLY}]
+    first = ask(swarm, turns[0]["content"])
+    second = swarm.openai.chat.completions.create(
+        model=MODEL,
+        messages=[*turns, {"role": "user", "content": "and then?"}],  # type: ignore[list-item]
+    )
+    assert second.choices[0].message.content == REPLY
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached == first.usage.prompt_tokens + first.usage.completion_tokens - 1, "all but the last sampled token"
+    wait_until(lambda: swarm.quiet(MODEL), "both are over")
+    status = swarm.status(MODEL)
+    assert status["parked"] > 0
+    assert status["kv_tokens"] == status["kv_tokens_planned"] >= status["kv_parked_tokens"] > cached
+    assert [(stage["device"], stage["threads"]) for stage in status["stages"]] == [("script", 1)] * 2
+    assert {stage["kv_budget_tokens"] for stage in status["stages"]} == {status["kv_tokens"]}
+
+
 def test_the_reply_says_where_the_time_went(swarm: Swarm) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
     timing = swarm.client.post("/v1/chat/completions", body)["swarm"]["timing"]
