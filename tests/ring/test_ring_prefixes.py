@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_world import Link, Request, head_config
 
+from swarmnode.ids import SessionId
 from swarmnode.ring.head_messages import Finished, Started
-from swarmnode.ring.messages import Drop, End, Piece
+from swarmnode.ring.messages import Drop, End, Envelope, Failed, Piece
 from swarmnode.ring.parking import MAX_PARKED, PARK_MIN
 from swarmnode.ring.work import Continuation, Sampling
 
@@ -126,6 +127,16 @@ def test_where_a_copy_has_no_room_the_parked_one_is_taken_over() -> None:
     assert starts(world)[1] == Continuation(1, len(SYSTEM), move=True)
     assert not any(isinstance(e.message, Drop) for _, _, e in world.sent)
     assert finished(world, "second").cached_tokens == len(SYSTEM)
+    world.check_the_end()
+
+
+def test_others_leave_for_a_copy_not_its_source() -> None:
+    world = reusing(2, kv_tokens=130, context_tokens=130)
+    chat(world, "source", (*SYSTEM, 1, 2, 3), 1)
+    chat(world, "other", tuple(range(500, 540)), 1)
+    chat(world, "copies", (*SYSTEM, 9), 30)
+    assert starts(world)[-1] == Continuation(1, len(SYSTEM), move=False)
+    assert {e.message.session for _, _, e in world.sent if isinstance(e.message, Drop)} == {2}
     world.check_the_end()
 
 
@@ -261,12 +272,52 @@ def test_all_who_copy_from_what_a_stage_lacks_read_afresh_and_it_goes() -> None:
     world.check_the_end()
 
 
+def test_a_ring_without_a_waiting_room_lets_parked_ones_leave_for_a_request() -> None:
+    world = reusing(2, kv_tokens=100, context_tokens=100, max_waiting=0)
+    chat(world, "first", tuple(range(500, 590)), 1)
+    chat(world, "second", SYSTEM, 40)
+    assert finished(world, "second").completion_tokens == 40
+    world.check_the_end()
+
+
+def test_what_a_stage_failed_after_its_end_was_sent_is_not_kept() -> None:
+    world = reusing(3)
+    world.ask(request("first", SYSTEM, 1))
+    while not world.head.admission.leaving:
+        world._step()
+    world.inject(0, Envelope("tok", Failed(SessionId(1), 0, "stage_failed", "stage 1: late")))
+    world.run_until_quiet()
+    assert world.head.snapshot()["parked"] == 0
+    assert not world.leftovers()
+    assert finished(world, "first").completion_tokens == 1
+
+
+def test_a_source_that_failed_one_goes_when_the_last_who_copies_has_its_copy() -> None:
+    world = reusing(3)
+    chat(world, "first", (*SYSTEM, 1), 1)
+    world.ask(request("copies", (*SYSTEM, 50), 5))
+    world.ask(request("fails", (*SYSTEM, 60), 5))
+    while len(starts(world)) < 3:
+        world._step()
+    world.inject(0, Envelope("tok", Failed(SessionId(3), 0, "cache_gap", "stage 1: gone")))
+    world.run_until_quiet()
+    assert finished(world, "copies").cached_tokens == len(SYSTEM)
+    assert finished(world, "fails").cached_tokens == 0
+    assert 1 not in world.head.admission.parking.ids
+    world.check_the_end()
+
+
 def test_no_more_are_parked_than_a_reset_can_name() -> None:
     world = reusing(1, kv_tokens=1 << 20, max_waiting=1000)
     for i in range(MAX_PARKED + 9):
         world.ask(request(f"r{i}", (i, *SYSTEM), 1))
     world.run_until_quiet()
     assert len(world.head.admission.parking) == MAX_PARKED
+    few = reusing(2, max_parked=2)
+    for i in range(4):
+        chat(few, f"chat{i}", (100 + i, *SYSTEM), 1)
+    assert len(few.head.admission.parking) == 2
+    few.check_the_end()
     assert world.head.admission.parking.ids[0] == 10
     world.check_the_end()
 

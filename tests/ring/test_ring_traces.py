@@ -85,6 +85,48 @@ def lost_cache() -> RingWorld:
     return world
 
 
+def youngest_paused() -> RingWorld:
+    """Two replies have used up what they had reserved, so the younger one is dropped. When the older has ended it reads
+    its prompt and what it had said, and goes on with the next token."""
+    config = head_config(2, kv_tokens=28, context_tokens=20, typical_tokens=4, prefill_chunk=16)
+    world = RingWorld(config, Script(default=tuple(range(71, 99)), decode_ms=5), links=[Link(0.001)] * 2)
+    world.open(Request("older", tuple(range(1, 11))))
+    world.open(Request("younger", tuple(range(11, 21))))
+    return world
+
+
+def second_turn() -> RingWorld:
+    """A conversation is parked at its end. Its second turn takes the caches over; another chat copies the beginning
+    that it shares."""
+    config = head_config(3, prefix_reuse=True, prefill_chunk=32)
+    world = RingWorld(config, Script(default=(71, 72), decode_ms=5), links=[Link(0.001)] * 3)
+    system = tuple(range(1, 41))
+    world.open(Request("first-turn", (*system, 50), 9))
+    world.open(Request("second-turn", (*system, 50, 71, 72, 0, 51), 9), at_s=0.2)
+    world.open(Request("another", (*system, 60), 9), at_s=0.4)
+    return world
+
+
+def linked_anew() -> RingWorld:
+    """A link is lost and the ring linked anew. Two conversations were parked; stage 2 has only one of them, so a
+    second reset tells the others. Then the first one goes on."""
+    config = head_config(3, prefix_reuse=True, prefill_chunk=0)
+    world = RingWorld(config, Script(default=(71,), decode_ms=5), links=[Link(0.001)] * 3)
+    first, second = tuple(range(1, 41)), tuple(range(101, 141))
+    world.open(Request("first", first, 9))
+    world.open(Request("second", second, 9))
+    world.open(Request("running", (5, 6, 7), 99), at_s=0.1)
+    world.run_until(0.11)
+    world.stages[1]._parked.pop(SessionId(2))
+    world.stages[1]._freed.append(SessionId(2))
+    world.lose_link(1)
+    world.open(Request("too-early", (5, 6, 7), 99), at_s=0.12)
+    world.run_until(0.13)
+    world.relink()
+    world.open(Request("goes-on", (*first, 71, 0, 8), 9), at_s=0.2)
+    return world
+
+
 @pytest.mark.parametrize(
     "scene",
     [
@@ -95,6 +137,9 @@ def lost_cache() -> RingWorld:
         failing_in_a_group,
         link_lost,
         lost_cache,
+        youngest_paused,
+        second_turn,
+        linked_anew,
     ],
     ids=lambda scene: scene.__name__,
 )
