@@ -38,7 +38,8 @@ class KvCost:
     scores: int
     """What attention of one prompt piece needs for every position of its past."""
     session: int
-    """What a session takes however short it is: recurrent states."""
+    """What a running session and a parked one take however short they are: recurrent states, of which each keeps the
+    one before its last forward, too."""
     workspace: int
     """What a piece, or a group of a few rows, takes besides while it runs."""
 
@@ -69,7 +70,7 @@ def kv_cost(model: StageModel, probed: SessionCache, piece: int) -> KvCost:
     logits = 2 * _GROUP_ROWS * int(config.vocab_size) * _FLOAT_BYTES if model.is_last else 0
     dequantized = 2 * hidden * inner * size
     session = probed.size_bytes() - GROWTH_TOKENS * token
-    return KvCost(token, scores + repeated, 2 * session, rows + logits + dequantized)  # twice: it may go back a step
+    return KvCost(token, scores + repeated, 4 * session, rows + logits + dequantized)
 
 
 @dataclass(frozen=True, slots=True)

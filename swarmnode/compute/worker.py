@@ -31,6 +31,7 @@ from swarmnode.ring.head import Head
 from swarmnode.ring.head_config import HeadConfig
 from swarmnode.ring.head_messages import Cancel, RingBroken, RingMeasured, StartProbe
 from swarmnode.ring.messages import Envelope
+from swarmnode.ring.parking import MAX_PARKED
 from swarmnode.ring.stage import Stage
 from swarmnode.wire.blocking import FrameReader, SharedWriter
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -240,6 +241,7 @@ def make_machine(spec: WorkerSpec) -> Head | Stage:
     """The ring machine of this stage."""
     if spec.stage > 0:
         return Stage(spec.stage, spec.num_stages)
+    recurrent = not spec.scripted and bool(recurrent_layers(read_config(Path(spec.folder))))
     return Head(
         HeadConfig(
             num_stages=spec.num_stages,
@@ -252,7 +254,8 @@ def make_machine(spec: WorkerSpec) -> Head | Stage:
             max_group=spec.max_group,
             schedule=spec.schedule,
             typical_tokens=spec.typical_tokens,
-            exact_prefix=not spec.scripted and bool(recurrent_layers(read_config(Path(spec.folder)))),
+            exact_prefix=recurrent,
+            max_parked=spec.max_in_flight if recurrent else MAX_PARKED,
         )
     )
 

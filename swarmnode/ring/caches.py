@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.ring.leaving import Departure
 from swarmnode.ring.messages import Drop, End, Envelope
-from swarmnode.ring.parking import MAX_PARKED, PARK_MIN, Parked, packed
+from swarmnode.ring.parking import PARK_MIN, Parked, packed
 from swarmnode.ring.work import Continuation
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Caches:
         self._budget.shrink(session, parked.held_tokens)
         self._parking.add(parked)
         surplus = parked if parked.spoiled else next(self._parking.idle(), None)
-        if surplus is not None and (parked.spoiled or len(self._parking) > MAX_PARKED):
+        if surplus is not None and (parked.spoiled or len(self._parking) > self._config.max_parked):
             self.drop(surplus, now)
 
     def lose(self, now: float) -> None:

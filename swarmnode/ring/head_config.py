@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarmnode.ring.kv_budget import TYPICAL_TOKENS
+from swarmnode.ring.parking import MAX_PARKED
 
 SCHEDULES = ("cost", "source")
 """`cost`: groups and pieces by what they cost on these stages and links. `source`: the source's fixed rules."""
@@ -33,6 +34,8 @@ class HeadConfig:
     """Keep the caches of ended conversations while there is room, for requests that begin with the same tokens."""
     exact_prefix: bool = False
     """The model has layers with a recurrent state: a conversation can only be continued at exactly its end."""
+    max_parked: int = MAX_PARKED
+    """Conversations kept at once. The budget counts their tokens, not the recurrent states that each holds besides."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

@@ -313,13 +313,16 @@ def test_no_more_are_parked_than_a_reset_can_name() -> None:
         world.ask(request(f"r{i}", (i, *SYSTEM), 1))
     world.run_until_quiet()
     assert len(world.head.admission.parking) == MAX_PARKED
+    assert world.head.admission.parking.ids[0] == 10
+    world.check_the_end()
+
+
+def test_fewer_are_parked_where_each_costs_more_than_its_tokens() -> None:
     few = reusing(2, max_parked=2)
     for i in range(4):
         chat(few, f"chat{i}", (100 + i, *SYSTEM), 1)
     assert len(few.head.admission.parking) == 2
     few.check_the_end()
-    assert world.head.admission.parking.ids[0] == 10
-    world.check_the_end()
 
 
 @given(
