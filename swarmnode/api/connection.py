@@ -121,6 +121,11 @@ class Connection:
         self._idle_since_s = trio.current_time()
 
     @property
+    def via(self) -> str | None:
+        """The node whose link it came over."""
+        return self._client.via
+
+    @property
     def idle_since_s(self) -> float | None:
         """Since when it is between two requests, or before its first is whole, so that ending it loses no reply."""
         return None if self._waiting == "nothing" else self._idle_since_s
@@ -266,10 +271,14 @@ def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
 
 
 def _set_options(sock: trio.socket.SocketType, write_s: float) -> None:
-    """Small chunks leave at once, and the kernel too gives up on a client that acknowledges nothing."""
+    """Small chunks leave at once, and the kernel too gives up on a client that acknowledges nothing, or is gone."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_s * 1000))
+        if hasattr(socket, "TCP_KEEPIDLE"):  # nothing is written while a reply is waited for
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(write_s) or 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(write_s / 3) or 1)
     except OSError:
         log.debug("socket options refused", exc_info=True)  # the client has already closed

@@ -101,8 +101,8 @@ class ApiServer:
     async def serve(self, client: Client, tls: ssl.SSLContext | None = None) -> None:
         """One client, until it or this server ends."""
         connection = Connection(self._app, self._config, self._context, client, tls, self._limits)
-        if not self._make_room():
-            log.warning("refused a connection: %s are open and busy", self._limits.connections)
+        if not self._has_share(client.via) or not self._make_room():
+            log.warning("refused a connection%s: too many are open", f" through {client.via}" if client.via else "")
             connection.abort()
             return
         self._connections.add(connection)
@@ -112,6 +112,10 @@ class ApiServer:
             self._connections.discard(connection)
             if not self._connections:
                 self._none_left.set()
+
+    def _has_share(self, via: str | None) -> bool:
+        """Whether a node has fewer calls under way than one may."""
+        return via is None or sum(one.via == via for one in self._connections) < self._limits.node_connections
 
     def _make_room(self) -> bool:
         """Whether one more connection may be open; the one that has been idle longest is ended for it."""

@@ -230,6 +230,12 @@ async def guarded(request: pytest.FixtureRequest, tmp_path: Path, nursery: trio.
 
 
 @pytest.fixture
+def raw_over() -> Callable[[Any], RawClient]:
+    """Speak over a stream of a test's own."""
+    return RawClient
+
+
+@pytest.fixture
 def body() -> Callable[..., dict[str, Any]]:
     return chat_body
 
