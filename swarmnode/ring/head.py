@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from swarmnode.ring.schedule import Schedule
 
 RELINKING = "the ring is being linked anew; try again in a moment"
+LOST = "stage_lost", f"a stage of this model was lost; {RELINKING}"
 
 
 class Head:
@@ -156,7 +157,8 @@ class Head:
             sampling=request.sampling,
             opened_s=now,
         )
-        error = self._why_not(session)
+        running = len(self._sessions.running())
+        error = self.admission.why_not(session, running) if self._relinking.serving else LOST
         if error is not None:
             self._events.append(Refused(request.request, *error))
             return
@@ -165,12 +167,6 @@ class Head:
         self._by_request[session.request] = session
         self.admission.waiting.append(session)
         self._events.append(Accepted(session.request, len(session.prompt)))
-
-    def _why_not(self, session: Session) -> tuple[str, str] | None:
-        """The error of a request that is refused at the door, as (code, message)."""
-        if not self._relinking.serving:
-            return "stage_lost", f"a stage of this model was lost; {RELINKING}"
-        return self.admission.why_not(session, len(self._sessions.running()))
 
     # memory
 
