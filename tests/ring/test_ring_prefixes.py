@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from chain_world import ChainWorld
 from hypothesis import given, settings
@@ -323,6 +325,38 @@ def test_fewer_are_parked_where_each_costs_more_than_its_tokens() -> None:
         chat(few, f"chat{i}", (100 + i, *SYSTEM), 1)
     assert len(few.head.admission.parking) == 2
     few.check_the_end()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forty_requests_up_to_sixteen_at_once_with_long_prompts_and_cancels(seed: int) -> None:
+    """Room for three or four of them: everything pauses, parks and leaves, and at the end nothing is left."""
+    random = Random(seed)
+    world = ChainWorld(
+        head_config(
+            3,
+            kv_tokens=900,
+            context_tokens=500,
+            typical_tokens=16,
+            prefill_chunk=64,
+            max_in_flight=16,
+            max_waiting=40,
+            prefix_reuse=True,
+        ),
+        links=[Link(0.01, 0.01)] * 3,
+        seed=seed,
+        eos_every=60,
+    )
+    for i in range(40):
+        own = tuple(range(1000 * i, 1000 * i + random.choice([1, 9, 250])))
+        new = random.choice([None, None, None, 5, 100])
+        at_s = random.uniform(0, 4)
+        world.ask(request(f"r{i}", SYSTEM * random.randrange(1, 4) + own, new, seed=i), at_s)
+        if i % 5 == 0:
+            world.cancel(f"r{i}", at_s + random.uniform(0, 3))
+    world.check_the_end()
+    assert world.most_paused > 0
+    assert any(start is not None for start in starts(world))
+    assert any(isinstance(e.message, Drop) for _, _, e in world.sent)
 
 
 @given(
