@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.catalog.layer_kinds import LINEAR_ATTENTION
+from swarmnode.catalog.layer_kinds import LINEAR_ATTENTION, recurrent_layers
+from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "audio_config": "audio",
     "text_config": "a model inside a model (multimodal)",
 }
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REFUSED_FLAGS: Mapping[str, str] = {
     "is_encoder_decoder": "an encoder",
     "use_bidirectional_attention": "attention to later positions",
@@ -78,6 +80,25 @@ def check_supported(config: Mapping[str, Any]) -> None:
         raise LoadRefused(
             f"architecture {name!r} cannot be served: {reason}; "
             f"served are decoder-only models, tested: {', '.join(PARITY_TESTED)}"
+        )
+
+
+def check_quantization(config: Mapping[str, Any], method: str) -> None:
+    """Raise LoadRefused, naming the cause, where `method` cannot quantize this config's blocks. What no config says (a
+    part that only one family has) is found at the load."""
+    experts = next((key for key in _EXPERT_COUNTS if config.get(key)), None)
+    reason = ""
+    if method in BNB_METHODS and experts is not None:
+        reason = f"bitsandbytes quantizes linear layers alone, and its experts ({experts}) are none"
+    elif method in PACKED_METHODS and experts is not None:
+        reason = f"the packed kernels need Llama-shaped blocks, and it has experts ({experts})"
+    elif method in PACKED_METHODS and recurrent_layers(config):
+        reason = "the packed kernels need Llama-shaped blocks, and it has layers of linear attention"
+    if reason:
+        raise LoadRefused(
+            f"architecture {architecture_name(config)!r} cannot be served with {method}: {reason}; load it without "
+            "quantization",
+            param="quantization",
         )
 
 

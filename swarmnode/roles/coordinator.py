@@ -98,7 +98,7 @@ class Coordinator:
         """What a load would be; raises as `start_load` and changes nothing."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self.registry.get(model)
-        check_architecture(self.registry, manifest)
+        check_architecture(self.registry, manifest, options)
         offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
         return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
 

@@ -11,7 +11,7 @@ from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_lo
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_supported
+from swarmnode.compute.supported import SCRIPTED, check_quantization, check_supported
 from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
 
@@ -62,8 +62,9 @@ def model_shape(manifest: Manifest) -> ModelShape:
     )
 
 
-def check_architecture(registry: Registry, manifest: Manifest) -> None:
-    """Raise LoadRefused where this version cannot serve the model in stages, by its config alone."""
+def check_architecture(registry: Registry, manifest: Manifest, options: LoadOptions) -> None:
+    """Raise LoadRefused where this version cannot serve the model in stages, or not as quantized as is asked, by its
+    config alone."""
     entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
     if entry is None or entry.size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
@@ -72,6 +73,7 @@ def check_architecture(registry: Registry, manifest: Manifest) -> None:
     except ValueError as error:
         raise InvalidModel(f"{manifest.id}: {CONFIG_PATH} is not JSON ({error}); import it again") from error
     check_supported(config)
+    check_quantization(config, _asked_quantization(manifest, options))
 
 
 def plan_ring(
@@ -84,7 +86,7 @@ def plan_ring(
 ) -> PlannedRing:
     """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
     check_codecs(manifest)
-    asked = options.quantization or default_quantization(manifest.quantization)
+    asked = _asked_quantization(manifest, options)
     plan, request, notice = _place(manifest, options, offers, settings, asked)
     layers = manifest.architecture.num_layers
     specs = tuple(
@@ -116,6 +118,10 @@ def plan_ring(
         for index, stage in enumerate(plan.stages)
     )
     return PlannedRing(plan, specs, request.dtype, request.quantization, asked, notice)
+
+
+def _asked_quantization(manifest: Manifest, options: LoadOptions) -> str:
+    return options.quantization or default_quantization(manifest.quantization)
 
 
 def _place(

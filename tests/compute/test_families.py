@@ -71,9 +71,9 @@ class Family:
         whole = auto.from_pretrained(self.checkpoint, attn_implementation="eager")
         self.references: dict[int, Reference] = {s: generate(whole, p, NEW_TOKENS) for s, p in PROMPTS.items()}
 
-    def chain(self, stages: int) -> Chain:
+    def chain(self, stages: int, **settings: Any) -> Chain:
         target = self.path / f"over-{stages}-{len(list(self.path.iterdir()))}"
-        specs = stage_specs(self.checkpoint, target, LAYERS, even_cuts(LAYERS, stages))
+        specs = stage_specs(self.checkpoint, target, LAYERS, even_cuts(LAYERS, stages), **settings)
         return Chain([load_stage(spec) for spec in specs])
 
 
@@ -131,6 +131,23 @@ def test_k5_a_recurrent_state_continues_at_its_own_length_only(model_type: str, 
     engine.run(PieceWork(session, 20, tuple(prompt_of(5)), False))  # where the last forward began
     engine.run(PieceWork(session, 25, (9,), True))
     assert engine.kv_tokens() == 26
+
+
+def test_q1_a_hybrid_in_four_bits_gives_the_tokens_of_a_quantized_from_pretrained(
+    tmp_path: Path, parity: Parity
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    made = Family(tmp_path, "qwen3_5_text")
+    make: Any = BitsAndBytesConfig
+    auto: Any = AutoModelForCausalLM
+    config = make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = auto.from_pretrained(
+        made.checkpoint, dtype=torch.float32, quantization_config=config, attn_implementation="eager", device_map="cpu"
+    )
+    chain = made.chain(2, quantization="nf4", dtype="float32")
+    parity.check(chain.reply(0, PROMPTS[2], NEW_TOKENS, 16), generate(model, PROMPTS[2], NEW_TOKENS))
 
 
 def test_experts_are_read_from_one_tensor_each_and_a_missing_one_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swarmnode.compute.spec import StageSpec, serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_supported
+from swarmnode.compute.supported import SCRIPTED, check_quantization, check_supported
 from swarmnode.errors import LoadRefused
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": None}
@@ -47,6 +47,30 @@ def test_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("change", ACCEPTED, ids=str)
 def test_accepted(change: dict[str, Any]) -> None:
     check_supported(LLAMA | change)
+
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "method", "reason"),
+    [
+        ({"num_experts": 8}, "nf4", r"its experts \(num_experts\) are none"),
+        ({"num_local_experts": 8}, "bnb-int8", "linear layers alone"),
+        ({"n_routed_experts": 8}, "int8", "it has experts"),
+        (HYBRID, "int4-fast", "layers of linear attention"),
+    ],
+)
+def test_a_quantization_that_its_blocks_do_not_take(change: dict[str, Any], method: str, reason: str) -> None:
+    with pytest.raises(LoadRefused, match=f"'LlamaForCausalLM' cannot be served with {method}: .*{reason}") as refused:
+        check_quantization(LLAMA | change, method)
+    assert refused.value.param == "quantization"
+    check_quantization(LLAMA | change, "none")
+    check_quantization(LLAMA, method)
+
+
+def test_linear_attention_is_quantized_by_bitsandbytes() -> None:
+    check_quantization(LLAMA | HYBRID, "nf4")
 
 
 @pytest.mark.parametrize(
