@@ -158,3 +158,36 @@ async def test_a_tls_handshake_byte_by_byte_has_tls_s_in_all(tmp_path: Path, aut
             await house.tls().secure_accepted(far)
         assert trio.current_time() - began_s == pytest.approx(deadlines.TLS_S)
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("waits", ["send", "flush"])
+async def test_whoever_waits_for_room_hears_at_once_that_its_channel_was_given_up(
+    attic: Identity, waits: str, autojump_clock: object
+) -> None:
+    """The other machine reads nothing, so nothing is written that would wake it."""
+    near, far = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(direct.Server(echo, attic).serve, far)
+        connection = Connection(near, client=True)
+        nursery.start_soon(connection.run)
+        channel = connection.open_channel("files")
+        await direct.greet(channel, attic)
+        near.send_stream.send_all_hook = trio.sleep_forever
+        began_s = trio.current_time()
+
+        async def give_up() -> None:
+            await trio.sleep(1)
+            channel.abort()
+
+        nursery.start_soon(give_up)
+        with pytest.raises(LinkBroken):
+            await pour(channel, flush=waits == "flush")
+        assert trio.current_time() - began_s == pytest.approx(1)
+        nursery.cancel_scope.cancel()
+
+
+async def pour(channel: DirectChannel, *, flush: bool) -> None:
+    while True:
+        await channel.send(Frame("data", {"offset": 0}, bytes(limits.MAX_CHUNK_BYTES)))
+        if flush:
+            await channel.flush()
