@@ -69,7 +69,7 @@ ChatEvent = Accepted | Started | TextDelta | Done
 class ModelCard:
     """A servable as listed by `/v1/models` and `/api/v1/models`.
 
-    `state`: "available", "loading", "ready", "unloading", "lost" or "failed". `details` is JSON for the
+    `state`: "available", "loading", "ready", "relinking", "unloading", "lost" or "failed". `details` is JSON for the
     administration routes (layers, stages, files, dtype, loaded stages …).
     """
 

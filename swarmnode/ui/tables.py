@@ -24,6 +24,7 @@ STATE_STYLES = {
     "available": "",
     "loading": "yellow",
     "unloading": "yellow",
+    "relinking": "yellow",
     "suspect": "yellow",
     "lost": "red",
     "failed": "red",
