@@ -35,7 +35,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StartProbe:
-    """Send a throwaway message round both lanes; `Probed` follows when it came back on each."""
+    """Send a throwaway message round both lanes; `Probed` follows when it came back on each.
+
+    A ring that was lost is reset first, and serves again with its `Probed`.
+    """
 
     nonce: int
 
