@@ -48,6 +48,16 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
+def _some_of(*names: str) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(name.strip() for name in text.split(",") if name.strip())
+        if not found or not set(found) <= set(names):
+            raise ValueError(f"must be one or more of {', '.join(names)}, with commas between")
+        return found
+
+    return parse
+
+
 def _switch(text: str) -> bool:
     switches = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in switches:
@@ -124,6 +134,13 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("cost", "source"),
     ),
     Variable(
+        "SWARM_LINK_ROUTES",
+        "direct,relayed,polled",
+        "both",
+        "ways that links may take: direct, relayed (through the coordinator), polled (in requests to its API port)",
+        _some_of("direct", "relayed", "polled"),
+    ),
+    Variable(
         "SWARM_SERVE_PREFILL_CHUNK",
         "256",
         "peer",
@@ -188,6 +205,7 @@ class Settings:
     context_tokens: int
     max_batch: int
     schedule: str
+    link_routes: tuple[str, ...]
     prefill_chunk: int
     step_costs: bool
     require_api_token: bool
@@ -214,6 +232,7 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         context_tokens=_as(int, values.get("SWARM_SERVE_CONTEXT_TOKENS"), 4096),
         max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
         schedule=_as(str, values.get("SWARM_SERVE_SCHEDULE"), "cost"),
+        link_routes=_as(tuple, values.get("SWARM_LINK_ROUTES"), ("direct", "relayed", "polled")),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
         step_costs=_as(bool, values.get("SWARM_SERVE_STEP_COSTS"), False),
         require_api_token=_as(bool, values.get("SWARM_REQUIRE_API_TOKEN"), False),

@@ -30,9 +30,11 @@ from swarmnode.roles.enrolment import Enrolment, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.roles.peer import Peer
+from swarmnode.roles.polling import PolledLinks
+from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import LOCK_NAME, RunningNode
 from swarmnode.roles.swarm_state import SwarmState
-from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.address import Address, parse_place
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.api_port import ApiOptions
+    from swarmnode.wire.address import ApiUrl, Place
     from swarmnode.wire.link import Channel, Hello
 
 COORDINATOR = "coordinator"
@@ -73,12 +76,16 @@ class NodeOptions:
     resources: PeerResources
     advertise: Address | None = None
     """What other nodes are told to dial; None: the address the swarm port is bound to."""
+    advertise_api: ApiUrl | None = None
+    """Where nodes that reach no swarm port find a coordinator's API port."""
     end_with_stdin: bool = False
     """End when stdin does: a program that starts nodes holds it open, and none of them outlives that program."""
 
     def __post_init__(self) -> None:
         if COORDINATOR in self.roles and self.join is not None:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
+        if self.advertise_api is not None and (COORDINATOR not in self.roles or self.api is None):
+            raise InvalidRequest("--advertise-api is for a coordinator with an API port")
         if self.swarm_listen is not None and self.swarm_listen.host in WILDCARDS and self.advertise is None:
             raise InvalidRequest(
                 f"--swarm-listen {self.swarm_listen} is every address of this machine; say with --advertise HOST:PORT "
@@ -126,19 +133,24 @@ class _Node:
             wanted = await trio.to_thread.run_sync(address_towards, coordinators[0])
         async with open_flat_nursery() as nursery:
             address: Address = await nursery.start(_listen, transport, wanted, self._serve_channel, identity, traffic)
+            about = replace(identity, listen=(str(self._options.advertise or address),))
             context = NodeContext(
-                identity=replace(identity, listen=(str(self._options.advertise or address),)),
+                identity=about,
                 settings=self._settings,
                 transport=transport,
                 traffic=traffic,
                 emit=self._emit,
+                roads=Roads(transport, about, kept.key, self._settings.link_routes),
             )
             ready: dict[str, object] = {"node": identity.node, "name": identity.name, "swarm": str(address)}
             if authority is not None:
                 state = SwarmState(self._settings.data_dir / STATE_FILE)
-                enrolment = Enrolment(authority, state, tls, context.identity.listen)
+                also = () if self._options.advertise_api is None else (str(self._options.advertise_api),)
+                enrolment = Enrolment(authority, state, tls, (*context.identity.listen, *also))
                 nursery.start_soon(keep_certified, authority, kept, self._options.roles, tls)
-                ready["api"] = await self._start_coordinator(context, enrolment, nursery)
+                polled = PolledLinks(transport.accept)
+                await nursery.start(polled.run)
+                ready["api"] = await self._start_coordinator(context, enrolment, polled, nursery)
                 coordinators = (_reachable_here(address),)
             if PEER in self._options.roles:
                 follow = None
@@ -174,8 +186,8 @@ class _Node:
             kept.check_swarm(token.ca_hash)
         if kept.certified(time.time()):
             if token is not None:  # a member already; but the coordinator may have moved to where the token says
-                named = tuple(parse_address(text) for text in token.addresses)
-                known = tuple(address for address in kept.coordinators() if address not in named)
+                named = tuple(parse_place(text) for text in token.addresses)
+                known = tuple(place for place in kept.coordinators() if place not in named)
                 kept.remember((*named, *known))
             return None
         if token is None:
@@ -184,10 +196,12 @@ class _Node:
                 "join-token` on the coordinator, and start this peer with --join TOKEN"
             )
         await join_swarm(token, kept, identity)
-        self._emit("enrolled", {"node": kept.node, "coordinators": [str(address) for address in kept.coordinators()]})
+        self._emit("enrolled", {"node": kept.node, "coordinators": [str(place) for place in kept.coordinators()]})
         return None
 
-    async def _start_coordinator(self, context: NodeContext, enrolment: Enrolment, nursery: trio.Nursery) -> str | None:
+    async def _start_coordinator(
+        self, context: NodeContext, enrolment: Enrolment, polled: PolledLinks, nursery: trio.Nursery
+    ) -> str | None:
         from swarmnode.roles.api_port import serve_linked, start_api_port
         from swarmnode.roles.gateway import Gateway
 
@@ -197,13 +211,13 @@ class _Node:
         if self._options.api is None:
             return None
         gateway = Gateway(coordinator)
-        server, url = await start_api_port(self._options.api, gateway, self._settings, self._emit, nursery)
+        server, url = await start_api_port(self._options.api, gateway, self._settings, polled, self._emit, nursery)
         coordinator.serve_api = partial(serve_linked, server)
         return url
 
     async def _start_forwarder(
         self, api: ApiOptions, context: NodeContext, nursery: trio.Nursery
-    ) -> tuple[Callable[[Address], Awaitable[None]], str]:
+    ) -> tuple[Callable[[], Awaitable[None]], str]:
         from swarmnode.roles.api_port import start_forwarder_port
 
         forwarder, url = await start_forwarder_port(api, context, nursery)
@@ -212,9 +226,9 @@ class _Node:
     def _start_peer(
         self,
         context: NodeContext,
-        coordinators: Sequence[Address],
+        coordinators: Sequence[Place],
         member: PeerMembership,
-        follow: Callable[[Address], Awaitable[None]] | None,
+        follow: Callable[[], Awaitable[None]] | None,
         nursery: trio.Nursery,
     ) -> None:
         store = ShardStore(self._settings.model_cache)

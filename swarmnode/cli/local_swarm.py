@@ -129,9 +129,11 @@ class LocalSwarm:
     ) -> None:
         self.stop()
 
-    def start_coordinator(self, *, api_listen: str = ANY_PORT, swarm_listen: str = ANY_PORT) -> None:
+    def start_coordinator(
+        self, *, api_listen: str = ANY_PORT, swarm_listen: str = ANY_PORT, extra: tuple[str, ...] = ()
+    ) -> None:
         arguments = ["--role", "coordinator", "--name", "coordinator", "--data-dir", str(self.folder / "coordinator")]
-        arguments += ["--api-listen", api_listen, "--swarm-listen", swarm_listen]
+        arguments += ["--api-listen", api_listen, "--swarm-listen", swarm_listen, *extra]
         environment = {**self.environment, "SWARM_SERVABLE_MODELS_ROOT": str(self.models_root)}
         if self.coordinator is not None:
             self.coordinator.stop()

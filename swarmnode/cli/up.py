@@ -17,7 +17,7 @@ from swarmnode.ids import parse_node_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from swarmnode.wire.address import Address
+    from swarmnode.wire.address import Address, ApiUrl
 
 ROLES = ("coordinator", "peer")
 COORDINATOR_SWARM = "127.0.0.1:7700"
@@ -57,6 +57,9 @@ def up(
     advertise: Annotated[
         str | None, typer.Option("--advertise", help="HOST:PORT others should dial instead, as seen from outside.")
     ] = None,
+    advertise_api: Annotated[
+        str | None, typer.Option("--advertise-api", help="URL of the API port, for peers that reach nothing else.")
+    ] = None,
     api_listen: Annotated[
         str | None, typer.Option("--api-listen", help=f"HOST:PORT of the OpenAI endpoint. [{API_LISTEN}]")
     ] = None,
@@ -92,9 +95,7 @@ def up(
     from swarmnode.roles.context import PeerResources
     from swarmnode.wire.address import parse_address
 
-    for given in role:
-        if given not in ROLES:
-            raise InvalidRequest(f"--role {given!r} is not one of {', '.join(ROLES)}")
+    _check_roles(role)
     coordinator = "coordinator" in role
     listen_api = api_listen or (API_LISTEN if coordinator else None)
     api = listen_api and ApiOptions(
@@ -111,6 +112,7 @@ def up(
         api=api or None,
         join=parse_join_token(join) if join else None,
         advertise=parse_address(advertise) if advertise else None,
+        advertise_api=_api_url(advertise_api),
         data_dir=data_dir,
         name=_checked_name(name),
         resources=PeerResources(
@@ -120,6 +122,21 @@ def up(
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     trio.run(run_node, options, _reporter(json_output=json_output))
+
+
+def _check_roles(given: list[str]) -> None:
+    for role in given:
+        if role not in ROLES:
+            raise InvalidRequest(f"--role {role!r} is not one of {', '.join(ROLES)}")
+
+
+def _api_url(text: str | None) -> ApiUrl | None:
+    from swarmnode.wire.address import ApiUrl, parse_place
+
+    place = parse_place(text) if text is not None else None
+    if place is not None and not isinstance(place, ApiUrl):
+        raise InvalidRequest(f"--advertise-api {text!r} is no URL; write http(s)://HOST[:PORT]")
+    return place
 
 
 def worker(parent: Annotated[int, typer.Option("--parent")]) -> None:

@@ -16,6 +16,7 @@ from swarmnode.errors import Conflict, InvalidRequest
 from swarmnode.local_access import make_local_access, write_local_access
 from swarmnode.roles.forwarder import Forwarder
 from swarmnode.roles.http_channel import ChannelStream
+from swarmnode.roles.polling_routes import polling_router
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire.address import Address
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from swarmnode.api.backend import Backend
     from swarmnode.config import Settings
     from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.polling import PolledLinks
     from swarmnode.wire.link import Channel, Hello
 
 
@@ -96,6 +98,7 @@ async def start_api_port(
     options: ApiOptions,
     backend: Backend,
     settings: Settings,
+    polled: PolledLinks,
     emit: Callable[[str, Mapping[str, object]], None],
     nursery: trio.Nursery,
 ) -> tuple[ApiServer, str]:
@@ -105,7 +108,8 @@ async def start_api_port(
     access = make_local_access(url, options.certificate)
     write_local_access(settings.data_dir, access)
     rules = host_rules(options.listen.host, options.hosts, options.origins)
-    server = ApiServer(create_app(backend, hosts=rules, credentials=Credentials(tokens, access.secret)))
+    credentials = Credentials(tokens, access.secret)
+    server = ApiServer(create_app(backend, hosts=rules, credentials=credentials, also=[polling_router(polled)]))
     await nursery.start(server.listen, listeners, tls)
     for text in _warnings(options, enforced=tokens.enforced()):
         emit("warning", {"text": text})

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from swarmnode.config import Settings
+    from swarmnode.roles.roads import Roads
     from swarmnode.wire.link import Identity, Transport
     from swarmnode.wire.traffic import Traffic
 
@@ -31,3 +32,4 @@ class NodeContext:
     transport: Transport
     traffic: Traffic
     emit: Callable[[str, Mapping[str, object]], None]
+    roads: Roads

@@ -20,13 +20,14 @@ from swarmnode.cluster.ring_life_messages import (
 )
 from swarmnode.driver import Driver
 from swarmnode.errors import Conflict, LinkBroken, ProtocolError
-from swarmnode.ids import ModelId, NodeId, RingId
+from swarmnode.ids import BootId, ModelId, NodeId, RingId
 from swarmnode.roles.dialing_back import dial_back
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
+from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, ReadyStage, read_gauges, read_report
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
@@ -59,7 +60,9 @@ class Coordinator:
         self.rings: dict[RingId, LoadedRing] = {}
         self.ended: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over, so that status can say what became of it."""
-        self._controls: set[Outbox] = set()
+        self._controls: dict[tuple[NodeId, BootId], Outbox] = {}
+        """Frames for control channels: of connected peers, and of a `doctor` that asks as one of them."""
+        self._relay = Relay(self._tell, context.traffic)
         self.serve_api: Callable[[Hello, Channel], Awaitable[None]] | None = None
         """Serves a call that a peer forwards; None while there is no API."""
         self._epoch = 0
@@ -134,6 +137,8 @@ class Coordinator:
                 await serve_files(self.registry, channel)
             case "api":
                 await self._serve_api(hello, channel)
+            case "relay":
+                await self._relay.serve(hello, channel)
             case "join":
                 await self.enrolment.serve(hello, channel)
             case _:
@@ -148,10 +153,20 @@ class Coordinator:
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: links with it end here at once, at its neighbours when they hear of it."""
         record = await self.enrolment.remove(name)
-        for outbox in self._controls:
+        for outbox in self._controls.values():
             with suppress(LinkBroken):  # a control channel that stopped reading is about to break
                 outbox.post(self.enrolment.revoked())
         return record
+
+    def _tell(self, node: NodeId, frame: Frame) -> bool:
+        """Post a frame on a member's control channel; False: it has none, or one that it does not read."""
+        member = self.members.get(node)
+        outbox = None if member is None else self._controls.get((node, member.boot))
+        with suppress(LinkBroken):
+            if outbox is not None:
+                outbox.post(frame)
+                return True
+        return False
 
     async def _serve_api(self, hello: Hello, channel: Channel) -> None:
         if self.serve_api is None:
@@ -161,7 +176,8 @@ class Coordinator:
     async def _serve_control(self, hello: Hello, channel: Channel) -> None:
         outbox = Outbox()
         outbox.post(self.enrolment.revoked())
-        self._controls.add(outbox)
+        whose = hello.identity.node, hello.identity.boot
+        self._controls[whose] = outbox
         try:
             async with open_flat_nursery() as nursery:
                 nursery.start_soon(outbox.run, channel)
@@ -172,7 +188,8 @@ class Coordinator:
                         outbox.post(await dial_back(self.context.transport, hello.identity, channel.source))
                 nursery.cancel_scope.cancel()
         finally:
-            self._controls.discard(outbox)
+            if self._controls.get(whose) is outbox:  # else it came back on a newer one
+                del self._controls[whose]
 
     def _take_beat(self, identity: Identity, frame: Frame) -> None:
         self._refuse_copy(identity)

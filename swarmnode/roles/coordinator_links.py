@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from swarmnode.roles.context import NodeContext
-    from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel, Link
 
 MAX_LINKS = 4
@@ -29,9 +28,8 @@ trips."""
 class CoordinatorLinks:
     """`run` it while a coordinator is known; `open` gives a call its channel."""
 
-    def __init__(self, context: NodeContext, address: Address) -> None:
+    def __init__(self, context: NodeContext) -> None:
         self._context = context
-        self._address = address
         self._links: list[Link] = []
         self._making = trio.Lock()
         self._nursery: trio.Nursery | None = None
@@ -67,7 +65,7 @@ class CoordinatorLinks:
         options = LinkOptions(traffic=self._context.traffic, window_bytes=limits.API_WINDOW_BYTES)
         made = False
         try:
-            async with self._context.transport.connect(self._address, self._context.identity, options) as link:
+            async with self._context.roads.link_to_coordinator(options) as link:
                 self._links.append(link)
                 try:
                     made = True

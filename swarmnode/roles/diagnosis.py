@@ -19,6 +19,7 @@ from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.ids import BootId
 from swarmnode.roles.dialing_back import reach
 from swarmnode.roles.identity import FOLDER, NodeIdentity
+from swarmnode.roles.roads import DIRECT, RELAYED, Roads
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address, parse_address
@@ -282,17 +283,16 @@ async def _ask(
     if node.coordinates:
         return [await _own_address(tls, advertised, identity)]
     about = _identity(identity, member, advertised)
-    reasons = []
-    for address in member.coordinators:
-        try:
-            with trio.fail_after(COORDINATOR_S):
-                return await _dialed_back(patient, address, about, tls)
-        except trio.TooSlowError:
-            reasons.append(f"{address}: no answer within {COORDINATOR_S:g} s")
-        except SwarmError as error:
-            reasons.append(f"{address}: {error.message}")
+    roads = Roads(DirectTransport(tls), about, identity.key, patient.settings.link_routes, member.coordinators)
+    try:
+        with trio.fail_after(COORDINATOR_S):
+            return await _dialed_back(patient, roads, about)
+    except trio.TooSlowError:
+        reason = f"no answer within {COORDINATOR_S:g} s"
+    except SwarmError as error:
+        reason = error.message
     fix = "start the coordinator; if it runs, see that its --advertise address is right and its port not blocked"
-    return [Finding("coordinator", "fail", "; ".join(reasons) or "none is known", fix)]
+    return [Finding("coordinator", "fail", reason, fix)]
 
 
 async def _own_address(tls: SwarmTls, advertised: str, identity: NodeIdentity) -> Finding:
@@ -308,8 +308,11 @@ async def _own_address(tls: SwarmTls, advertised: str, identity: NodeIdentity) -
     )
 
 
-async def _dialed_back(patient: Patient, address: Address, about: Identity, tls: SwarmTls) -> list[Finding]:
-    async with DirectTransport(tls).dial(address, "control", about) as channel:
+async def _dialed_back(patient: Patient, roads: Roads, about: Identity) -> list[Finding]:
+    async with roads.to_coordinator("control") as dialed:
+        channel, how = dialed.up, f"{dialed.way.name} answers"
+        if dialed.way.route != DIRECT:
+            how += f" ({dialed.way.route}: its swarm port cannot be reached from here)"
         sent_s = patient.clock()
         await channel.send(Frame("dial_back", {}))
         async for frame in channel:
@@ -324,10 +327,19 @@ async def _dialed_back(patient: Patient, address: Address, about: Identity, tls:
         "HOST:PORT as the coordinator sees this machine"
     )
     return [
-        Finding("coordinator", "pass", f"{address} answers{speaks}"),
-        Finding("reachability", "pass" if header["ok"] else "fail", header["message"], "" if header["ok"] else fix),
+        Finding("coordinator", "pass", f"{how}{speaks}"),
+        _reachability(patient, header["message"], fix, reached=header["ok"]),
         clock_finding(sent_s, patient.clock(), header["time_s"]),
     ]
+
+
+def _reachability(patient: Patient, text: str, fix: str, *, reached: bool) -> Finding:
+    """A machine that nobody can dial still serves through the coordinator, unless that was forbidden."""
+    if reached:
+        return Finding("reachability", "pass", text)
+    if RELAYED in patient.settings.link_routes:
+        return Finding("reachability", "warn", f"{text}; its stages' links go through the coordinator, slower", fix)
+    return Finding("reachability", "fail", text, fix)
 
 
 def clock_finding(sent_s: float, received_s: float, theirs_s: float) -> Finding:

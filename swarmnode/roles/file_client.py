@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from swarmnode.catalog.store import PartialFile, ShardStore
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.load_spec import LoadSpec
-    from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel
 
 FETCH_PROGRESS_S = 60.0
@@ -29,7 +28,6 @@ REPORT_S = 0.25
 
 async def fetch_files(
     context: NodeContext,
-    coordinator: Address,
     spec: LoadSpec,
     store: ShardStore,
     report: Callable[[str, int, int], None],
@@ -41,9 +39,9 @@ async def fetch_files(
     needed = store.missing_bytes(spec.files)
     store.check_space(needed)
     progress = _Progress(report, needed)
-    async with context.transport.dial(coordinator, "files", context.identity) as channel:
+    async with context.roads.to_coordinator("files") as dialed:
         for entry in missing:
-            await _fetch_file(channel, spec, entry, store, progress)
+            await _fetch_file(dialed.up, spec, entry, store, progress)
 
 
 class _Progress:

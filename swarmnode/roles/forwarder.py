@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from swarmnode.api.hosts import HostRules
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.http_channel import Header
-    from swarmnode.wire.address import Address
 
 FORWARDED = ("/v1", "/api/v1")
 UNKNOWN = "this node is not connected to its coordinator at the moment; try again in a few seconds"
@@ -61,9 +60,9 @@ class Forwarder:
         guarded = PathMiddleware(HostMiddleware(self, hosts))
         return RequestIdMiddleware(CorsMiddleware(ErrorMiddleware(guarded), hosts.origins))
 
-    async def follow(self, coordinator: Address) -> None:
-        """Forward to `coordinator` until cancelled; then what runs ends, and calls are answered 503."""
-        self._links = CoordinatorLinks(self._context, coordinator)
+    async def follow(self) -> None:
+        """Forward to the coordinator until cancelled; then what runs ends, and calls are answered 503."""
+        self._links = CoordinatorLinks(self._context)
         try:
             await self._links.run()
         finally:

@@ -11,7 +11,7 @@ from cryptography import x509
 from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
 from swarmnode.private_files import write_private
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.address import Place, parse_place
 from swarmnode.wire.tls import CredentialFiles
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Membership:
 
     ca: x509.Certificate
     certificate: x509.Certificate
-    coordinators: tuple[Address, ...]
+    coordinators: tuple[Place, ...]
 
     @property
     def about(self) -> certs.NodeCertificate:
@@ -73,19 +73,19 @@ class NodeIdentity:
             return None
         if certs.node_id(certificate.public_key()) != self.node:  # type: ignore[arg-type]
             raise InvalidRequest(f"{self.files.certificate} is not for the key beside it; restore them together")
-        return Membership(ca, certificate, _read(self.folder / "coordinators.json", _parse_addresses) or ())
+        return Membership(ca, certificate, _read(self.folder / "coordinators.json", _parse_places) or ())
 
     def certified(self, now: float) -> bool:
         """Whether there is a certificate that is good now, and a coordinator to show it to."""
         member = self.membership()
         return member is not None and bool(member.coordinators) and now < member.about.ends_s
 
-    def coordinators(self) -> tuple[Address, ...]:
+    def coordinators(self) -> tuple[Place, ...]:
         """Where the swarm's coordinators answered last; none for a coordinator itself."""
         member = self.membership()
         return () if member is None else member.coordinators
 
-    def join(self, ca: x509.Certificate, certificate: x509.Certificate, coordinators: Sequence[Address]) -> None:
+    def join(self, ca: x509.Certificate, certificate: x509.Certificate, coordinators: Sequence[Place]) -> None:
         """Become a member. Raises Conflict where the node belongs to another swarm already."""
         self.check_swarm(certs.fingerprint(ca))
         self.remember(coordinators)
@@ -98,8 +98,8 @@ class NodeIdentity:
             raise ProtocolError("the certificate that came is another node's")
         write_private(self.files.certificate, certs.to_pem(certificate))
 
-    def remember(self, coordinators: Sequence[Address]) -> None:
-        text = json.dumps([str(address) for address in coordinators[:MAX_ADDRESSES]])
+    def remember(self, coordinators: Sequence[Place]) -> None:
+        text = json.dumps([str(place) for place in coordinators[:MAX_ADDRESSES]])
         write_private(self.folder / "coordinators.json", text.encode())
 
     def check_swarm(self, ca_hash: bytes) -> None:
@@ -161,8 +161,8 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
         ) from error
 
 
-def _parse_addresses(data: bytes) -> tuple[Address, ...]:
-    addresses = json.loads(data)
-    if not isinstance(addresses, list):
+def _parse_places(data: bytes) -> tuple[Place, ...]:
+    places = json.loads(data)
+    if not isinstance(places, list):
         raise ValueError("it is not a list of addresses")
-    return tuple(parse_address(str(address)) for address in addresses[:MAX_ADDRESSES])
+    return tuple(parse_place(str(place)) for place in places[:MAX_ADDRESSES])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -11,8 +12,9 @@ import trio
 from swarmnode.errors import JoinRefused, LinkBroken, ProtocolError
 from swarmnode.ids import NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body
+from swarmnode.roles.polling_client import PollingAccess, polled_stream
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.address import Address, parse_place
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.deadlines import JOIN_S
 from swarmnode.wire.direct import connect, dial_over
@@ -21,13 +23,14 @@ from swarmnode.wire.link import JOIN_KIND
 from swarmnode.wire.tls import secure_unverified
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from cryptography import x509
 
     from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.identity import Membership, NodeIdentity
-    from swarmnode.wire.link import Identity
+    from swarmnode.wire.address import Place
+    from swarmnode.wire.link import Channel, Identity
     from swarmnode.wire.tls import SwarmTls
 
 
@@ -43,7 +46,7 @@ async def join_swarm(
     for text in token.addresses:
         try:
             with trio.fail_after(JOIN_S):
-                await _join_at(parse_address(text), token, identity, about, clock)
+                await _join_at(parse_place(text), token, identity, about, clock)
             return
         except trio.TooSlowError:
             reasons.append(f"{text}: no answer within {JOIN_S:g} s")
@@ -52,17 +55,35 @@ async def join_swarm(
     raise LinkBroken("cannot join the swarm; " + "; ".join(reasons))
 
 
+@asynccontextmanager
+async def _stream_to(place: Place, identity: NodeIdentity) -> AsyncIterator[trio.abc.Stream]:
+    if isinstance(place, Address):
+        yield await connect(place)
+        return
+    async with polled_stream(PollingAccess(place.text, identity.node, identity.key)) as stream:
+        yield stream
+
+
 async def _join_at(
-    address: Address, token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float]
+    place: Place, token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float]
 ) -> None:
-    stream, listener = await secure_unverified(await connect(address))
-    async with dial_over(stream, JOIN_KIND, about) as channel:
-        ca = certs.load_certificate(bytes_of(await next_body(channel, "ca"), "ca"))
-        _check_listener(ca, listener, token, clock())
-        body = {"id": token.id, "secret": token.secret, "request": certs.new_request(identity.key)}
-        await channel.send(Frame("join", {}, pack_body(body)))
-        certificate, coordinators = _read_issued(await next_body(channel, "issued"), ca, clock())
-    identity.join(ca, certificate, coordinators or (address,))
+    async with _stream_to(place, identity) as stream:
+        secured, listener = await secure_unverified(stream)
+        async with dial_over(secured, JOIN_KIND, about) as channel:
+            ca, certificate, coordinators = await _ask_to_join(channel, listener, token, identity, clock)
+    identity.join(ca, certificate, coordinators or (place,))
+
+
+async def _ask_to_join(
+    channel: Channel, listener: bytes, token: JoinToken, identity: NodeIdentity, clock: Callable[[], float]
+) -> tuple[x509.Certificate, x509.Certificate, tuple[Place, ...]]:
+    """The CA, this node's certificate, and where coordinators answer."""
+    ca = certs.load_certificate(bytes_of(await next_body(channel, "ca"), "ca"))
+    _check_listener(ca, listener, token, clock())
+    body = {"id": token.id, "secret": token.secret, "request": certs.new_request(identity.key)}
+    await channel.send(Frame("join", {}, pack_body(body)))
+    certificate, coordinators = _read_issued(await next_body(channel, "issued"), ca, clock())
+    return ca, certificate, coordinators
 
 
 def _check_listener(ca: x509.Certificate, listener: bytes, token: JoinToken, now: float) -> None:
@@ -93,7 +114,7 @@ class PeerMembership:
                 post(Frame("renew", {}, pack_body({"request": certs.new_request(self._identity.key)})))
             await trio.sleep(RENEWAL_CHECK_S)
 
-    def take_issued(self, body: dict[str, Any]) -> tuple[Address, ...]:
+    def take_issued(self, body: dict[str, Any]) -> tuple[Place, ...]:
         """The certificate that was asked for: kept, and used from the next connection on. Raises ProtocolError.
 
         Returns where coordinators answer from now on; empty: as before.
@@ -119,13 +140,14 @@ class PeerMembership:
         return member
 
 
-def address_towards(coordinator: Address) -> Address:
+def address_towards(coordinator: Place) -> Address:
     """The address of this machine that packets to `coordinator` leave from, any port. Nothing is sent.
 
     Raises LinkBroken where there is no way to it.
     """
+    there = coordinator if isinstance(coordinator, Address) else coordinator.address
     try:
-        family, kind, _, _, target = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(there.host, there.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return Address(probe.getsockname()[0], 0)
@@ -133,12 +155,10 @@ def address_towards(coordinator: Address) -> Address:
         raise LinkBroken(f"this machine has no way to {coordinator}: {error}; give --swarm-listen HOST:PORT") from error
 
 
-def _read_issued(
-    body: dict[str, Any], ca: x509.Certificate, now: float
-) -> tuple[x509.Certificate, tuple[Address, ...]]:
+def _read_issued(body: dict[str, Any], ca: x509.Certificate, now: float) -> tuple[x509.Certificate, tuple[Place, ...]]:
     certificate = certs.load_certificate(bytes_of(body, "certificate"))
     certs.check_issued(certificate, ca, now)
     coordinators = body.get("coordinators", [])
     if not isinstance(coordinators, list):
         raise ProtocolError("the coordinators of an issued certificate are not a list")
-    return certificate, tuple(parse_address(str(address)) for address in coordinators)
+    return certificate, tuple(parse_place(str(place)) for place in coordinators)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swarmnode.ids import RingId
     from swarmnode.roles.context import NodeContext, PeerResources
     from swarmnode.roles.joining import PeerMembership
-    from swarmnode.wire.address import Address
+    from swarmnode.wire.address import Place
     from swarmnode.wire.link import Channel, Hello
 
 RING_COMMANDS = frozenset({"open", "unload", "link", "probe_ring"})
@@ -43,16 +43,15 @@ class Peer:
     def __init__(
         self,
         context: NodeContext,
-        coordinators: Sequence[Address],
+        coordinators: Sequence[Place],
         resources: PeerResources,
         store: ShardStore,
         member: PeerMembership,
-        follow: Callable[[Address], Awaitable[None]] | None = None,
+        follow: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`follow` runs while a coordinator is connected: what of this node calls it besides."""
         self._context = context
         self._coordinators = tuple(coordinators)
-        self._coordinator = self._coordinators[0]
         self._member = member
         self._follow = follow
         self._resources = resources
@@ -64,12 +63,11 @@ class Peer:
         """Stay connected until cancelled; every lost connection is reported and tried again."""
         attempt = 0
         while True:
-            self._coordinator = self._coordinators[attempt % len(self._coordinators)]
             began_s = trio.current_time()
             try:
                 await self._serve_coordinator()
             except SwarmError as error:
-                self._context.emit("coordinator_lost", {"address": str(self._coordinator), "reason": error.message})
+                self._context.emit("coordinator_lost", {"reason": error.message})
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
             attempt = 0 if lasted else attempt + 1
             await trio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
@@ -98,25 +96,29 @@ class Peer:
     async def _serve_coordinator(self) -> None:
         """One connection's life: control and requests, until either breaks. The stages end with it."""
         self._outbox = Outbox()
-        dial, identity = self._context.transport.dial, self._context.identity
-        async with (
-            dial(self._coordinator, "control", identity) as control,
-            dial(self._coordinator, "requests", identity) as requests,
-        ):
-            self._context.emit("joined", {"coordinator": str(self._coordinator)})
-            try:
-                async with open_flat_nursery() as nursery:
-                    nursery.start_soon(self._send_beats, control)
-                    nursery.start_soon(self._read_control, control)
-                    nursery.start_soon(self._outbox.run, requests)
-                    nursery.start_soon(self._member.keep_certified, self._outbox.post)
-                    if self._follow is not None:
-                        nursery.start_soon(self._follow, self._coordinator)
-                    async for frame in requests:
-                        self._take(frame, nursery)
-                    raise LinkBroken("the coordinator closed the connection")
-            except SwarmError as error:
-                raise _Disconnected(error.message) from error
+        roads = self._context.roads
+        roads.places = self._coordinators
+        async with roads.to_coordinator("control") as control:
+            roads.places = tuple(place for place in self._coordinators if str(place) == control.way.name)
+            async with roads.to_coordinator("requests") as requests:
+                self._context.emit("joined", {"coordinator": control.way.name, "route": requests.way.route})
+                await self._serve_connected(control.up, requests.up)
+
+    async def _serve_connected(self, control: Channel, requests: Channel) -> None:
+        """While both are up."""
+        try:
+            async with open_flat_nursery() as nursery:
+                nursery.start_soon(self._send_beats, control)
+                nursery.start_soon(self._read_control, control, nursery)
+                nursery.start_soon(self._outbox.run, requests)
+                nursery.start_soon(self._member.keep_certified, self._outbox.post)
+                if self._follow is not None:
+                    nursery.start_soon(self._follow)
+                async for frame in requests:
+                    self._take(frame, nursery)
+                raise LinkBroken("the coordinator closed the connection")
+        except SwarmError as error:
+            raise _Disconnected(error.message) from error
 
     async def _send_beats(self, control: Channel) -> None:
         seq = 0
@@ -132,12 +134,20 @@ class Peer:
             seq += 1
             await trio.sleep(BEAT_INTERVAL_S)
 
-    async def _read_control(self, control: Channel) -> None:
-        """Removals, which end the lanes of who was removed, until the coordinator hangs up."""
+    async def _read_control(self, control: Channel, nursery: trio.Nursery) -> None:
+        """Removals, which end the lanes of who was removed, and other peers' calls, until the coordinator hangs up."""
         async for frame in control:
             if frame.kind == "revoked":
                 self._member.take_revoked(unpack_body(frame.body))
+            elif frame.kind == "relay_offer":
+                nursery.start_soon(self._answer_relay, frame.header["call"])
         raise LinkBroken("the coordinator closed the connection")
+
+    async def _answer_relay(self, call: str) -> None:
+        try:
+            await self._context.roads.answer_relay(call)
+        except SwarmError as error:  # the caller hears of it from its own end
+            _log.info("a call through the relay ended: %s", error)
 
     def _take(self, frame: Frame, nursery: trio.Nursery) -> None:
         """One frame of the coordinator; only a load starts anything new."""
@@ -177,7 +187,7 @@ class Peer:
         host = StageHost(self._context, spec, self._resources, self._store, self._outbox.post)
         self._hosts[spec.ring] = host
         try:
-            await host.run(self._coordinator)
+            await host.run()
         finally:
             del self._hosts[spec.ring]
             self._context.traffic.forget_ring(spec.ring)

@@ -46,6 +46,8 @@ class RingLanes:
         broke: Callable[[SwarmError], None],
     ) -> None:
         self.epoch: Epoch = spec.epoch
+        self.routes: dict[str, str] = {}
+        """By outgoing lane: the way its link took when it was made last."""
         self._context = context
         self._spec = spec
         self._take = take
@@ -127,12 +129,13 @@ class RingLanes:
         successor = spec.nodes[(spec.stage + 1) % spec.num_stages]
         options = LinkOptions(Parameters(spec.ring, epoch, lane, spec.stage), self._context.traffic, successor)
         kind = LANE_CHANNEL[base_lane(lane)]
-        async with self._context.transport.dial(address, kind, self._context.identity, options) as channel:
+        async with self._context.roads.to_peer(successor, [address], kind, options) as dialed:
+            self.routes[lane] = dialed.way.route
             sender = LaneSender(spec.ring, lane, epoch)
             task_status.started()
             async with open_flat_nursery() as nursery:
-                nursery.start_soon(self._out[lane].run, channel, sender.stamp)
-                async for frame in channel:
+                nursery.start_soon(self._out[lane].run, dialed.up, sender.stamp)
+                async for frame in dialed.up:
                     raise ProtocolError(f"{frame.kind} came back on outgoing lane {lane}")
                 raise LinkBroken(f"the next stage closed lane {lane}")
 

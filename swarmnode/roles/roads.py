@@ -26,7 +26,7 @@ DIRECT, RELAYED, POLLED = "direct", "relayed", "polled"
 
 
 class Roads:
-    """`places`: where the coordinator answers, set anew when it moves. `routes`: those that may be used."""
+    """`places`: where the coordinator answers; while one is connected, where that one is."""
 
     def __init__(
         self,

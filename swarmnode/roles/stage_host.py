@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from swarmnode.ring.messages import Epoch
     from swarmnode.roles.context import NodeContext, PeerResources
     from swarmnode.roles.load_spec import LoadSpec
-    from swarmnode.wire.address import Address
     from swarmnode.wire.link import Channel, Hello
 
 RING_KINDS = frozenset({"piece", "piece_done", "group", "tokens", "end", "ended", "failed", "probe", "drop", "reset"})
@@ -85,11 +84,11 @@ class StageHost:
 
     # what the peer calls
 
-    async def run(self, coordinator: Address) -> None:
+    async def run(self) -> None:
         """Serve the stage; reports `stage_failed` for any fault and `unloaded` when its memory is back."""
         try:
             with self._scope:
-                await self._serve(coordinator)
+                await self._serve()
         except SwarmError as error:
             self._fail(error)
         except Exception as error:  # a bug here ends this stage, not the node, which may hold others
@@ -131,9 +130,9 @@ class StageHost:
 
     # its life
 
-    async def _serve(self, coordinator: Address) -> None:
+    async def _serve(self) -> None:
         self.phase = "fetching"
-        await fetch_files(self._context, coordinator, self.spec, self._store, self._report_progress)
+        await fetch_files(self._context, self.spec, self._store, self._report_progress)
         folder = await trio.to_thread.run_sync(self._store.place, self.spec.model, self.spec.files)
         self.phase = "loading"
         async with start_worker(self._environment()) as worker, open_flat_nursery() as nursery:

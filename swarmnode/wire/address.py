@@ -27,6 +27,12 @@ class ApiUrl:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def address(self) -> Address:
+        """What a connection to it goes to."""
+        url = urlsplit(self.text)
+        return Address(url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
+
 
 Place = Address | ApiUrl
 """Where a coordinator answers."""
@@ -39,6 +45,10 @@ def parse_place(text: str) -> Place:
     url = urlsplit(text)
     if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query or url.fragment:
         raise InvalidRequest(f"{text[:120]!r} is not HOST:PORT and not http(s)://HOST[:PORT]")
+    try:
+        _ = url.port
+    except ValueError:
+        raise InvalidRequest(f"{text[:120]!r} has a port that is none") from None
     return ApiUrl(text.rstrip("/"))
 
 

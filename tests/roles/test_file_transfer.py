@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from contexts import node_context
 from load_specs import one_stage_load
 
 from swarmnode.catalog.registry import Registry
@@ -16,14 +17,12 @@ from swarmnode.config import read_settings
 from swarmnode.errors import FetchFailed, InvalidRequest, ProtocolError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import file_client
-from swarmnode.roles.context import NodeContext
 from swarmnode.roles.file_client import fetch_files
 from swarmnode.roles.file_server import serve_files
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
-from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -64,11 +63,11 @@ class Transfer:
         async def listen(*, task_status: trio.TaskStatus[Address]) -> None:
             await network.listen(Address("127.0.0.1", 0), handler, identity("house"), task_status=task_status)
 
-        context = NodeContext(identity("attic"), self._settings, network, Traffic(), lambda *_: None)
         async with trio.open_nursery() as nursery:
             address = await nursery.start(listen)
+            context = node_context(identity("attic"), network, self._settings, [address])
             try:
-                await fetch_files(context, address, one_stage_load(self.files, "attic"), self.store, self._report)
+                await fetch_files(context, one_stage_load(self.files, "attic"), self.store, self._report)
             except Exception as error:
                 self.failure: Exception | None = error
             else:

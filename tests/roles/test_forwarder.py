@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import trio
+from contexts import node_context
 from credentials import Swarm
 
 from swarmnode.api.app import create_app
@@ -23,14 +24,12 @@ from swarmnode.config import read_settings
 from swarmnode.errors import LinkBroken
 from swarmnode.roles import coordinator_links
 from swarmnode.roles.api_port import serve_linked
-from swarmnode.roles.context import NodeContext
 from swarmnode.roles.forwarder import Forwarder
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from credentials import Node
 
+    from swarmnode.roles.roads import Roads
     from swarmnode.wire.link import Channel, Hello
 
 CHAT = "/v1/chat/completions"
@@ -61,6 +61,7 @@ class World:
     backend: ReplayBackend
     store: TokenStore
     forwarder: Forwarder
+    roads: Roads
     upstream: str
     url: str
     swarm_port: Address
@@ -90,7 +91,7 @@ async def world(tmp_path: Path, *, closed: bool = False) -> AsyncIterator[World]
     swarm = Swarm(tmp_path / "swarm")
     house, den = swarm.node("house", ("coordinator",)), swarm.node("den")
     transport = DirectTransport(den.tls())
-    context = NodeContext(den.identity, read_settings(tmp_path, environ={}), transport, Traffic(), lambda *_: None)
+    context = node_context(den.identity, transport, read_settings(tmp_path, environ={}))
     server = ApiServer(create_app(backend, hosts=RULES, credentials=Credentials(store, LOCAL_SECRET)))
     links: list[object] = []
 
@@ -103,18 +104,18 @@ async def world(tmp_path: Path, *, closed: bool = False) -> AsyncIterator[World]
 
     async def follow() -> None:
         with connected:
-            await forwarder.follow(swarm_port)
+            await forwarder.follow()
 
     async with trio.open_nursery() as nursery:
         listen = partial(DirectTransport(house.tls()).listen, Address("127.0.0.1", 0), serve_channel, house.identity)
         swarm_port = await nursery.start(listen)
         [(host, port)] = await nursery.start(server.listen, await open_api_listeners("127.0.0.1", 0))
         url = await serve(forwarder.app(RULES), nursery)
+        context.roads.places = (swarm_port,)
         nursery.start_soon(follow)
         async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=10) as client:
-            yield World(
-                backend, store, forwarder, f"http://{host}:{port}", url, swarm_port, den, client, connected, links
-            )
+            upstream, roads = f"http://{host}:{port}", context.roads
+            yield World(backend, store, forwarder, roads, upstream, url, swarm_port, den, client, connected, links)
         nursery.cancel_scope.cancel()
 
 
@@ -271,14 +272,16 @@ async def test_no_coordinator_is_503_with_retry_after(tmp_path: Path) -> None:
             assert int(reply.headers["retry-after"]) > 0
         assert (await swarm.client.get("/health")).status_code == 200
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(swarm.forwarder.follow, Address("127.0.0.1", 9))  # nobody listens
+            swarm.roads.places = (Address("127.0.0.1", 9),)  # nobody listens
+            nursery.start_soon(swarm.forwarder.follow)
             await trio.testing.wait_all_tasks_blocked(0.01)
             reply = await swarm.client.get("/v1/models")
             assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
             assert "cannot connect" in reply.json()["error"]["message"]
             nursery.cancel_scope.cancel()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(swarm.forwarder.follow, swarm.swarm_port)
+            swarm.roads.places = (swarm.swarm_port,)
+            nursery.start_soon(swarm.forwarder.follow)
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert (await swarm.client.get("/v1/models")).status_code == 200
             nursery.cancel_scope.cancel()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+from contexts import node_context
 
 from swarmnode.api.backend import TextDelta
 from swarmnode.catalog.registry import Registry
@@ -14,7 +15,6 @@ from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import ProtocolError, SwarmError
 from swarmnode.ids import BootId, NodeId, RequestId, RingId
-from swarmnode.roles.context import NodeContext
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.file_server import _locate
 from swarmnode.roles.requests import RequestStream
@@ -22,7 +22,6 @@ from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
-from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,13 +75,8 @@ class House:
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
-    context = NodeContext(
-        Identity(NodeId("house"), BootId("b"), "house"),
-        read_settings(tmp_path, environ={}),
-        MemoryNetwork(),
-        Traffic(),
-        lambda *_: None,
-    )
+    house = Identity(NodeId("house"), BootId("b"), "house")
+    context = node_context(house, MemoryNetwork(), read_settings(tmp_path, environ={}))
     coordinator = Coordinator(context, Registry(tmp_path), cast("Any", None))
     ring, foreign = Ring(RingId("ours"), (HEAD, TAIL)), Ring(RingId("theirs"), (OTHER, TAIL))
     coordinator.rings = cast("Any", {ring.ring: ring, foreign.ring: foreign})

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict
 from swarmnode.ids import BootId, NodeId
-from swarmnode.roles.context import NodeContext, PeerResources
+from swarmnode.roles.context import PeerResources
 from swarmnode.roles.peer import RECONNECT_S, Peer
 from swarmnode.wire.address import Address
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
-from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ class Watched:
             await network.listen(Address("127.0.0.1", 0), self._serve, identity("house"), task_status=task_status)
 
         settings = read_settings(self._folder, environ={})
-        context = NodeContext(identity("attic"), settings, network, Traffic(), lambda *_: None)
+        context = node_context(identity("attic"), network, settings)
         resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
         with trio.move_on_after(WATCHED_S):
             async with trio.open_nursery() as nursery:

@@ -16,12 +16,12 @@ from starlette.middleware import Middleware
 from swarmnode.api.exchange import ExchangeMiddleware
 from swarmnode.api.limits import DEFAULT_LIMITS
 from swarmnode.api.middleware import ContentMiddleware, ErrorMiddleware, RequestIdMiddleware
-from swarmnode.api.polling import polling_router
 from swarmnode.api.server import open_api_listeners, serve_api
 from swarmnode.errors import LinkBroken
 from swarmnode.roles import polling as polling_module
 from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
+from swarmnode.roles.polling_routes import polling_router
 from swarmnode.wire import polled
 from swarmnode.wire.address import Address
 from swarmnode.wire.direct import DirectTransport

@@ -15,11 +15,11 @@ from starlette.middleware import Middleware
 from swarmnode.api.exchange import ExchangeMiddleware
 from swarmnode.api.limits import DEFAULT_LIMITS
 from swarmnode.api.middleware import ErrorMiddleware, RequestIdMiddleware
-from swarmnode.api.polling import polling_router
 from swarmnode.api.server import open_api_listeners, serve_api
 from swarmnode.errors import LinkBroken
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.polling import PolledLinks
+from swarmnode.roles.polling_routes import polling_router
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.roads import Roads
 from swarmnode.wire.address import Address, ApiUrl

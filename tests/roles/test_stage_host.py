@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import trio
+from contexts import node_context
 from load_specs import one_stage_load
 
 from swarmnode.catalog.registry import Registry
@@ -17,14 +18,12 @@ from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import stage_host
-from swarmnode.roles.context import NodeContext, PeerResources
+from swarmnode.roles.context import PeerResources
 from swarmnode.roles.stage_host import StageHost
-from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
-from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 SHORT_STALL_S = 0.5
 HANGS_MS = 10_000_000
-COORDINATOR = Address("127.0.0.1", 1)
-"""Nobody is there: every file the stage needs is in its store."""
 
 
 class HostedStage:
@@ -49,7 +46,7 @@ class HostedStage:
             shutil.copyfile(model / entry.path, folder / "store" / "blobs" / entry.sha256)
         settings = read_settings(folder, environ={})
         identity = Identity(NodeId("n"), BootId("b"), "attic", listen=("127.0.0.1:1",))
-        context = NodeContext(identity, settings, MemoryNetwork(), Traffic(), lambda *_: None)
+        context = node_context(identity, MemoryNetwork(), settings)
         self._send, self._receive = trio.open_memory_channel[Frame](1000)
         resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
         self.host = StageHost(context, one_stage_load(manifest.files, "n"), resources, store, self._send.send_nowait)
@@ -73,7 +70,7 @@ async def test_a_worker_that_hangs_in_its_first_forward_is_killed(
     monkeypatch.setattr(stage_host, "STALL_S", SHORT_STALL_S)
     stage = HostedStage(tmp_path, {"prefill_ms_per_token": HANGS_MS})
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(stage.host.run, COORDINATOR)
+        nursery.start_soon(stage.host.run)
         await stage.next_of("stage_ready")
         stage.host.take(chat())
         await stage.next_of("accepted")
@@ -89,7 +86,7 @@ async def test_a_worker_that_was_stopped_is_noticed_though_it_has_nothing_to_do(
     monkeypatch.setattr(stage_host, "PULSE_S", SHORT_STALL_S / 2)
     stage = HostedStage(tmp_path, {"default": list(b"hi")})
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(stage.host.run, COORDINATOR)
+        nursery.start_soon(stage.host.run)
         await stage.next_of("stage_ready")
         assert stage.host.worker is not None
         os.kill(stage.host.worker.pid, signal.SIGSTOP)
@@ -104,7 +101,7 @@ async def test_a_worker_that_computes_for_long_answers_meanwhile(
     monkeypatch.setattr(stage_host, "PULSE_S", SHORT_STALL_S / 2)
     stage = HostedStage(tmp_path, {"default": list(b"hi"), "prefill_ms_per_token": 250})
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(stage.host.run, COORDINATOR)
+        nursery.start_soon(stage.host.run)
         await stage.next_of("stage_ready")
         stage.host.take(chat())
         assert (await stage.next_of("done", "stage_failed")).kind == "done"
@@ -115,7 +112,7 @@ async def test_a_worker_that_has_answered_may_be_silent(tmp_path: Path, monkeypa
     monkeypatch.setattr(stage_host, "STALL_S", SHORT_STALL_S)
     stage = HostedStage(tmp_path, {"default": list(b"hi")})
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(stage.host.run, COORDINATOR)
+        nursery.start_soon(stage.host.run)
         await stage.next_of("stage_ready")
         stage.host.take(chat())
         await stage.next_of("done")
@@ -129,7 +126,7 @@ async def test_a_worker_that_has_answered_may_be_silent(tmp_path: Path, monkeypa
 async def test_a_head_that_gave_its_ring_up_has_the_coordinator_told(tmp_path: Path) -> None:
     stage = HostedStage(tmp_path, {})
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(stage.host.run, COORDINATOR)
+        nursery.start_soon(stage.host.run)
         await stage.next_of("stage_ready")
         stage.host.take(Frame("broken", {"ring": "r", "stage": 0}))
         told = await stage.next_of("broken")
@@ -144,7 +141,7 @@ async def test_a_worker_that_cannot_be_started_fails_its_stage_alone(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing-here"))
     stage = HostedStage(tmp_path, {})
-    await stage.host.run(COORDINATOR)
+    await stage.host.run()
     failed = await stage.next_of("stage_failed")
     assert failed.header["code"] == "load_failed"
     assert "cannot be started" in failed.header["message"]
@@ -157,6 +154,6 @@ async def test_a_bug_around_a_stage_fails_that_stage_alone(tmp_path: Path, monke
 
     monkeypatch.setattr(ShardStore, "place", broken)
     stage = HostedStage(tmp_path, {})
-    await stage.host.run(COORDINATOR)
+    await stage.host.run()
     assert (await stage.next_of("stage_failed")).header["code"] == "internal_error"
     await stage.next_of("unloaded")

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import trio
 import trio.testing
+from contexts import node_context
 from test_specs import LOAD
 
 from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId, RingId
-from swarmnode.roles.context import NodeContext, PeerResources
+from swarmnode.roles.context import PeerResources
 from swarmnode.roles.ring_lanes import EPOCH_S, RingLanes
 from swarmnode.roles.stage_host import StageHost
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Hello, Identity, Parameters
 from swarmnode.wire.memory import MemoryNetwork, memory_pair
-from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
     from swarmnode.errors import SwarmError
@@ -165,7 +165,7 @@ class Neighbour:
 
 async def test_outgoing_lanes_are_dialed_anew_and_what_was_queued_is_gone() -> None:
     network, neighbour, told, linked = MemoryNetwork(), Neighbour(), [], []
-    context = NodeContext(identity(B), cast("Any", None), network, Traffic(), lambda *_: None)
+    context = node_context(identity(B), network)
     lanes = RingLanes(context, LOAD, lambda _: None, told.append)
     end = Frame("end", {"session": 1, "lane": "act"})
     async with trio.open_nursery() as nursery:
@@ -194,7 +194,7 @@ async def test_outgoing_lanes_are_dialed_anew_and_what_was_queued_is_gone() -> N
 
 async def test_a_neighbour_that_does_not_answer_breaks_the_epoch_it_was_dialed_in() -> None:
     told: list[SwarmError] = []
-    context = NodeContext(identity(B), cast("Any", None), MemoryNetwork(), Traffic(), lambda *_: None)
+    context = node_context(identity(B), MemoryNetwork())
     lanes = RingLanes(context, LOAD, lambda _: None, told.append)
     for address in ("127.0.0.1:9", "nonsense"):
         await lanes.dial(address, lambda: pytest.fail("not linked"))

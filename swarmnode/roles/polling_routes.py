@@ -6,7 +6,7 @@ Open to all as far as API tokens go: a request is signed with its node's key, an
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations at run time
@@ -20,21 +20,14 @@ from swarmnode.wire.polled import BUNDLE_HEADER, BUNDLES_HEADER, MAX_BODY_BYTES,
 
 if TYPE_CHECKING:
     from swarmnode.ids import NodeId
+    from swarmnode.roles.polling import PolledLinks
 
 Number = Annotated[int, Query(ge=0, lt=NUMBER_LIMIT)]
 ANSWERED = {BUNDLES_HEADER: "1", "cache-control": "no-store", "x-accel-buffering": "no"}
 """On every answer: that bundles are understood, and that no proxy may keep it."""
 
 
-class PolledEnds(Protocol):
-    """The coordinator's ends of polled links."""
-
-    async def push(self, node: NodeId, name: str, number: int, frames: int, body: bytes, source: str) -> None: ...
-
-    async def pop(self, node: NodeId, name: str, number: int) -> tuple[bytes, int] | None: ...
-
-
-def polling_router(links: PolledEnds) -> APIRouter:
+def polling_router(links: PolledLinks) -> APIRouter:
     """`POST /api/v1/infer/responses/{link}` and `GET /api/v1/infer/requests/{peer}?link=…`."""
     router = APIRouter(prefix="/api/v1/infer")
 
