@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnode.cluster.quantization import BYTES_PER_PARAM, HEAD_BYTES_PER_PARAM, NONE
+from swarmnode.cluster.quantization import BNB_INT8, BYTES_PER_PARAM, HEAD_BYTES_PER_PARAM, NF4, NONE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEADROOM = 1.2
 """All that is priced is multiplied by this: fragmentation, the allocator's rounding, what grows for a moment."""
 WORKER_BYTES = 350 << 20
 """What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
+BITSANDBYTES_BYTES = 40 << 20
+"""What the library adds to a worker that quantizes with it."""
 PIECE_TOKENS = 256
 """Prompt positions that one forward reads (SWARM_SERVE_PREFILL_CHUNK's default)."""
 _ROW_WIDTHS = 16
@@ -92,7 +94,7 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
         head=int(max(head, 0)),
         kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
         states=recurrent * shape.state_values_per_layer * 4 * _STATES_KEPT * in_flight,
-        worker=WORKER_BYTES,
+        worker=WORKER_BYTES + (BITSANDBYTES_BYTES if quantization in (NF4, BNB_INT8) else 0),
         workspace=_workspace(shape, first, end, size, quantization),
     )
 

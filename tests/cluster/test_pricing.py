@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.cluster.pricing import HEADROOM, WORKER_BYTES, ModelShape, StageBytes, price_stage
+from swarmnode.cluster.pricing import (
+    BITSANDBYTES_BYTES,
+    HEADROOM,
+    WORKER_BYTES,
+    ModelShape,
+    StageBytes,
+    price_stage,
+)
+from swarmnode.cluster.quantization import METHODS
 
 SHAPE = ModelShape(
     layer_params=(1_000_000, 2_000_000, 3_000_000, 4_000_000),
@@ -51,6 +59,13 @@ def test_workspace_is_a_piece_with_its_logits_or_the_largest_block_while_it_is_q
     assert price(end=2).workspace == piece
     assert price().workspace == piece + 8 * 500 * 4
     assert price(replace(SHAPE, layer_params=(9_000_000,) * 4), method="nf4").workspace == 18_000_000
+
+
+def test_a_worker_that_quantizes_with_bitsandbytes_holds_that_too() -> None:
+    workers = {method: price(method=method).worker for method in METHODS}
+    extra = {method for method, worker in workers.items() if worker == WORKER_BYTES + BITSANDBYTES_BYTES}
+    assert extra == {"nf4", "bnb-int8"}
+    assert workers["none"] == workers["int8"] == WORKER_BYTES
 
 
 def test_the_need_is_all_of_it_and_a_fifth_more() -> None:

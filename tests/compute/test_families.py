@@ -110,9 +110,11 @@ def test_a_step_that_failed_halfway_can_be_run_again(family: Family, parity: Par
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
+    # After a layer's state was changed, and before that layer was through with it.
+    parts = [blocks[LAYERS - 1].mlp, *(b.linear_attn.mixer.out_proj for b in blocks if hasattr(b, "linear_attn"))]
     for position in range(len(prompt), len(prompt) + NEW_TOKENS - 1):
         work = GroupWork((DecodeRow(session, position, tokens[-1]),))
-        broken = blocks[LAYERS - 1].mlp.register_forward_pre_hook(fail)
+        broken = parts[position % len(parts)].register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.run(work)
         broken.remove()
