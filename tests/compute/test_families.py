@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stage_chains import GREEDY, Chain, Reference, even_cuts, generate, prompt_of, stage_specs
+from tiny_models import make_tokenizer
 
+from swarmnode.catalog.importing import import_model
 from swarmnode.compute.loader import load_stage
+from swarmnode.compute.spec import StageSpec
 from swarmnode.errors import LoadFailed, LoadRefused, StageFailed
 from swarmnode.ids import SessionId
-from swarmnode.ring.work import DecodeRow, GroupWork, PieceWork
+from swarmnode.ring.work import Continuation, DecodeRow, GroupWork, PieceWork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,8 +72,8 @@ class Family:
                 parameter.add_(torch.randn_like(parameter) * spread)
         self.path, self.checkpoint, self.model_type = path, path / "model", model_type
         model.save_pretrained(self.checkpoint)
-        whole = auto.from_pretrained(self.checkpoint, attn_implementation="eager")
-        self.references: dict[int, Reference] = {s: generate(whole, p, NEW_TOKENS) for s, p in PROMPTS.items()}
+        self.whole = auto.from_pretrained(self.checkpoint, attn_implementation="eager")
+        self.references: dict[int, Reference] = {s: generate(self.whole, p, NEW_TOKENS) for s, p in PROMPTS.items()}
 
     def chain(self, stages: int, **settings: Any) -> Chain:
         target = self.path / f"over-{stages}-{len(list(self.path.iterdir()))}"
@@ -122,17 +126,35 @@ def test_a_step_that_failed_halfway_can_be_run_again(family: Family, parity: Par
     parity.check(tokens, family.references[0])
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS[:1])
-def test_k5_a_recurrent_state_continues_at_its_own_length_only(model_type: str, tmp_path: Path) -> None:
-    (engine,) = Family(tmp_path, model_type).chain(1).engines
-    session = SessionId(1)
-    engine.run(PieceWork(session, 0, tuple(prompt_of(20)), False))
-    engine.run(PieceWork(session, 20, tuple(prompt_of(5)), False))
-    with pytest.raises(StageFailed, match="holds 25 positions; its past cannot be cut to 12, only to 20"):
-        engine.run(PieceWork(session, 12, (5,), False))
-    engine.run(PieceWork(session, 20, tuple(prompt_of(5)), False))  # where the last forward began
-    engine.run(PieceWork(session, 25, (9,), True))
-    assert engine.kv_tokens() == 26
+def test_k5_a_recurrent_state_continues_at_its_own_length_only(tmp_path: Path, parity: Parity) -> None:
+    made = Family(tmp_path, HYBRIDS[0])
+    chain, parked = made.chain(2), 5
+    second = [*PROMPTS[2], *chain.park(parked, PROMPTS[2], NEW_TOKENS, 16), *prompt_of(9, 5)]
+    length = len(PROMPTS[2]) + NEW_TOKENS - 1
+    expected = generate(made.whole, second, NEW_TOKENS)
+    for session, move in ((6, False), (7, False), (8, True)):
+        start = Continuation(SessionId(parked), length, move=move)
+        parity.check(chain.park(session, second, NEW_TOKENS, 4, start=start), expected)
+    with pytest.raises(StageFailed, match=r"holds \d+ positions; its past cannot be cut to 12, only to \d+"):
+        chain.prefill(9, second, 64, start=Continuation(SessionId(6), 12, move=False))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_next"])
+def test_an_import_carries_what_placement_needs_and_serves(model_type: str, tmp_path: Path, parity: Parity) -> None:
+    made = Family(tmp_path, model_type)
+    make_tokenizer(made.checkpoint)
+    manifest = import_model(str(made.checkpoint), tmp_path / "root", model_id="m", stages=2)
+    hybrid = model_type in HYBRIDS
+    assert manifest.architecture.recurrent_layers == ((0, 2, 3) if hybrid else ())
+    assert manifest.architecture.state_values_per_layer == ((2 * 32 + 64) * 4 + 4 * 16 * 16 if hybrid else 0)
+    assert not manifest.architecture.tied
+    assert manifest.boundaries is not None
+    folder, cuts = tmp_path / "root" / "m", (0, *manifest.boundaries, LAYERS)
+    engines = []
+    for stage, (begin, end) in enumerate(pairwise(cuts)):
+        files = tuple(folder / file.path for file in manifest.shard_files(stage))
+        engines.append(load_stage(StageSpec(folder, files, begin, end, LAYERS, begin == 0, end == LAYERS)))
+    parity.check(Chain(engines).reply(0, PROMPTS[2], NEW_TOKENS, 16), made.references[2])
 
 
 def test_q1_a_hybrid_in_four_bits_gives_the_tokens_of_a_quantized_from_pretrained(
