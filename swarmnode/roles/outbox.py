@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from swarmnode.wire.frames import Frame
-    from swarmnode.wire.link import Channel
 
 MAX_FRAMES = 4096
 MAX_BYTES = 256 << 20
 """Frames, and bytes of body, that may wait here. What a ring has under way is bounded by its scheduler (a prompt piece
 of a few MiB per stage, a row per session), so a longer queue means that the other end stopped reading."""
+
+
+class Sender(Protocol):
+    """What an outbox needs of a channel."""
+
+    async def send(self, frame: Frame) -> None: ...
+
+    def send_nowait(self, frame: Frame) -> None: ...
 
 
 class Outbox:
@@ -29,12 +36,13 @@ class Outbox:
     paid by every token. What cannot go at once is queued, and `run` sends it in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stamp: Callable[[Frame], Frame] | None = None) -> None:
+        """Each frame is sent as `stamp` returns it, which is called in the step that posts it."""
+        self._stamp = stamp or _as_it_is
         self._waiting: deque[Frame] = deque()
         self._bytes = 0
         self._arrived = trio.Event()
-        self._stamp: Callable[[Frame], Frame] = _as_it_is
-        self._idle: Channel | FramePipe | None = None
+        self._idle: Sender | FramePipe | None = None
         """The channel, while nothing waits for it."""
 
     def post(self, frame: Frame) -> None:
@@ -50,24 +58,21 @@ class Outbox:
             self._idle = None
             self._arrived.set()
 
-    async def run(self, channel: Channel | FramePipe, stamp: Callable[[Frame], Frame] | None = None) -> None:
-        """Send what is posted, each frame as `stamp` returns it; raises LinkBroken when the channel does."""
-        if stamp is not None:
-            self._stamp = stamp
-            self._waiting = deque(map(stamp, self._waiting))
+    async def run(self, channel: Sender | FramePipe) -> None:
+        """Send what is posted; raises LinkBroken when the channel does. Then what was not sent waits for the next."""
         try:
             while True:
                 await self._send_waiting(channel)
                 self._arrived, self._idle = trio.Event(), channel
                 await self._arrived.wait()
         finally:
-            self._idle, self._stamp = None, _as_it_is
+            self._idle = None
 
     def _queue(self, frame: Frame) -> None:
         self._waiting.append(frame)
         self._bytes += len(frame.body)
 
-    def _send_now(self, channel: Channel | FramePipe, frame: Frame) -> bool:
+    def _send_now(self, channel: Sender | FramePipe, frame: Frame) -> bool:
         """False: `run` has to go on with it."""
         try:
             channel.send_nowait(frame)
@@ -76,12 +81,13 @@ class Outbox:
             return False
         return not (isinstance(channel, FramePipe) and channel.unsent)
 
-    async def _send_waiting(self, channel: Channel | FramePipe) -> None:
+    async def _send_waiting(self, channel: Sender | FramePipe) -> None:
         if isinstance(channel, FramePipe) and channel.unsent:
             await channel.send()
         while self._waiting:
-            frame = self._waiting.popleft()
+            frame = self._waiting[0]
             await channel.send(frame)
+            self._waiting.popleft()
             self._bytes -= len(frame.body)
 
 

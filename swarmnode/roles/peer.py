@@ -89,6 +89,7 @@ class Peer:
                 "phase": host.phase,
                 "pid": host.worker.pid if host.worker is not None else None,
                 "gauges": host.gauges,
+                "links": host.links,
             }
             for ring, host in self._hosts.items()
         ]

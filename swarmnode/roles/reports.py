@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MAX_REPORT_BYTES = 64 << 10
 """A beat with dozens of stages has a few KiB; a larger body is not walked on the coordinator's loop."""
 MAX_STAGES_HELD = 64
+MAX_LANES = 4
+"""A stage sends on two lanes, the last one on one."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 """Exact in every JSON reader."""
 Name = Annotated[str, Field(max_length=128)]
@@ -28,6 +30,16 @@ class _Report(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
+class LaneLink(_Report):
+    """A lane that a stage sends on: the way it takes, and what was measured of it."""
+
+    lane: Name
+    route: Name
+    round_trip_ms: float | None = None
+    mbit_per_s: float | None = None
+    compressed: bool = False
+
+
 class StageHeld(_Report):
     """One stage on its peer."""
 
@@ -37,6 +49,7 @@ class StageHeld(_Report):
     phase: Name
     pid: Count | None = None
     gauges: Gauges = {}
+    links: list[LaneLink] = Field(default=[], max_length=MAX_LANES)
 
 
 class Beat(_Report):

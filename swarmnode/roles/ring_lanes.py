@@ -7,26 +7,28 @@ outlive a link epoch, so nothing of it is missed.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import trio
 
-from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.errors import ProtocolError, SwarmError
 from swarmnode.ring.lanes import base_lane, outgoing_lanes, wire_lane
-from swarmnode.roles.outbox import Outbox
+from swarmnode.roles.lane_ends import LaneIn, LaneOut
 from swarmnode.wire.address import parse_address
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.lane import LaneReceiver, LaneSender
 from swarmnode.wire.link import LinkOptions, Parameters
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     from swarmnode.ring.messages import Epoch
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.load_spec import LoadSpec
     from swarmnode.wire.address import Address
+    from swarmnode.wire.dialing import Dialed
     from swarmnode.wire.link import Channel, Hello
 
 LANE_CHANNEL = {"act": "steps", "tok": "steps", "pre": "prompts"}
@@ -46,14 +48,15 @@ class RingLanes:
         broke: Callable[[SwarmError], None],
     ) -> None:
         self.epoch: Epoch = spec.epoch
-        self.routes: dict[str, str] = {}
-        """By outgoing lane: the way its link took when it was made last."""
+        self.worker = 0
+        """This stage's worker process: what a lane that drops must find again."""
         self._context = context
         self._spec = spec
         self._take = take
         self._tell_broken = broke
         self._names = outgoing_lanes(spec.stage, spec.num_stages)
-        self._out = self._outboxes()
+        self._out = self._new_lanes()
+        self._in: dict[str, LaneIn] = {}
         self._whole = True
         """No lane of this link epoch has failed."""
         self._running: set[trio.CancelScope] = set()
@@ -63,10 +66,14 @@ class RingLanes:
         """Send a frame of this stage's worker."""
         self._out[wire_lane(frame.header["lane"], self._spec.stage)].post(frame)
 
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The outgoing lanes' routes and links."""
+        return [lane.snapshot() for lane in self._out.values()]
+
     def advance(self, epoch: Epoch) -> None:
         """End the present link epoch; those who came early for the next one go on."""
         self.epoch, self._whole = epoch, True
-        self._out = self._outboxes()
+        self._out, self._in = self._new_lanes(), {}
         for scope in self._running:
             scope.cancel()
         self._advanced.set()
@@ -80,7 +87,7 @@ class RingLanes:
                 address = parse_address(next_address)
                 async with open_flat_nursery() as nursery:
                     for lane in self._names:
-                        await nursery.start(self._keep, lane, address, epoch)
+                        await nursery.start(self._out[lane].keep, self._way_to_next(lane, address))
                     linked()
             except SwarmError as error:
                 self._broke(epoch, error)
@@ -96,10 +103,11 @@ class RingLanes:
             raise ProtocolError(f"stage {predecessor} of ring {spec.ring} is held by another node")
         if epoch is None or not await self._reached(epoch):
             raise ProtocolError(f"ring {spec.ring} is at epoch {self.epoch} here, not at {epoch}")
+        if lane not in self._in:
+            self._in[lane] = LaneIn(spec.ring, lane, epoch, self.worker, partial(self._hand_over, base_lane(lane)))
         with self._for_this_epoch():
             try:
-                await self._receive(channel, lane, epoch)
-                raise LinkBroken(f"stage {predecessor} closed lane {lane}")
+                await self._in[lane].serve(channel)
             except SwarmError as error:
                 self._broke(epoch, error)
 
@@ -110,34 +118,15 @@ class RingLanes:
                 await self._advanced.wait()
         return epoch == self.epoch
 
-    async def _receive(self, channel: Channel, lane: str, epoch: Epoch) -> None:
-        receiver, base = LaneReceiver(self._spec.ring, lane, epoch), base_lane(lane)
-        async for frame in channel:
-            accepted = receiver.accept(frame)
-            if accepted is not None:
-                self._take(Frame(accepted.kind, {**accepted.header, "lane": base}, accepted.body))
+    def _hand_over(self, lane: str, frame: Frame) -> None:
+        self._take(Frame(frame.kind, {**frame.header, "lane": lane}, frame.body))
 
-    async def _keep(
-        self,
-        lane: str,
-        address: Address,
-        epoch: Epoch,
-        *,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
+    def _way_to_next(self, lane: str, address: Address) -> Callable[[], AbstractAsyncContextManager[Dialed[Channel]]]:
         spec = self._spec
         successor = spec.nodes[(spec.stage + 1) % spec.num_stages]
-        options = LinkOptions(Parameters(spec.ring, epoch, lane, spec.stage), self._context.traffic, successor)
+        options = LinkOptions(Parameters(spec.ring, self.epoch, lane, spec.stage), self._context.traffic, successor)
         kind = LANE_CHANNEL[base_lane(lane)]
-        async with self._context.roads.to_peer(successor, [address], kind, options) as dialed:
-            self.routes[lane] = dialed.way.route
-            sender = LaneSender(spec.ring, lane, epoch)
-            task_status.started()
-            async with open_flat_nursery() as nursery:
-                nursery.start_soon(self._out[lane].run, dialed.up, sender.stamp)
-                async for frame in dialed.up:
-                    raise ProtocolError(f"{frame.kind} came back on outgoing lane {lane}")
-                raise LinkBroken(f"the next stage closed lane {lane}")
+        return partial(self._context.roads.to_peer, successor, [address], kind, options)
 
     @contextmanager
     def _for_this_epoch(self) -> Iterator[None]:
@@ -154,5 +143,5 @@ class RingLanes:
             self._whole = False
             self._tell_broken(error)
 
-    def _outboxes(self) -> dict[str, Outbox]:
-        return {lane: Outbox() for lane in self._names}
+    def _new_lanes(self) -> dict[str, LaneOut]:
+        return {lane: LaneOut(self._spec.ring, lane, self.epoch) for lane in self._names}

@@ -82,6 +82,11 @@ class StageHost:
         self._requests: set[str] = set()
         """Handed to the worker and not answered yet. Its gauges cannot tell: they come after a forward, not before."""
 
+    @property
+    def links(self) -> list[dict[str, Any]]:
+        """The links it sends on: their routes, and what was measured of them."""
+        return self._lanes.snapshot()
+
     # what the peer calls
 
     async def run(self) -> None:
@@ -230,6 +235,7 @@ class StageHost:
 
     def _become_ready(self, about: dict[str, Any]) -> None:
         self._ready, self.phase = True, "ready"
+        self._lanes.worker = int(about["pid"])
         if self._nursery is not None:
             self._nursery.start_soon(self._watch_pulse)
         address = self._context.identity.listen[0]

@@ -55,7 +55,7 @@ class Dialed(Generic[T]):
 async def dial_best(ways: Sequence[Way[T]]) -> AsyncIterator[Dialed[T]]:
     """Race `ways`, best first. Of those that are up the better route wins, of one route the shorter round trip.
 
-    Raises LinkBroken that tells of every way.
+    Raises LinkBroken that tells of every way, or the error that whoever answered refused with.
     """
     race = _Race(ways)
     async with open_flat_nursery() as nursery:
@@ -69,7 +69,7 @@ class _Race(Generic[T]):
     def __init__(self, ways: Sequence[Way[T]]) -> None:
         self._ways = ways
         self._up: list[Dialed[T]] = []
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, SwarmError] = {}
         self._changed = trio.Event()
         self._over = trio.Event()
         self._scopes = [trio.CancelScope() for _ in ways]
@@ -88,7 +88,7 @@ class _Race(Generic[T]):
         """Wait for the winner; the other ways are closed."""
         while not self._up:
             if len(self._failed) == len(self._ways):
-                raise LinkBroken("no way leads there: " + "; ".join(self._failed.values()))
+                raise self._failure()
             await self._changed.wait()
         with trio.move_on_after(PREFER_S):
             while self._better_may_come():
@@ -100,6 +100,15 @@ class _Race(Generic[T]):
             if way is not winner.way:
                 scope.cancel()
         return winner
+
+    def _failure(self) -> SwarmError:
+        """A refusal says more than that nobody answered elsewhere."""
+        refusals = [error for error in self._failed.values() if not isinstance(error, LinkBroken)]
+        if refusals:
+            return refusals[0]
+        ways = ((self._ways[number], error) for number, error in self._failed.items())
+        reasons = "; ".join(f"{way.route} {way.name}: {error.message}" for way, error in ways)
+        return LinkBroken(f"no way leads there: {reasons}")
 
     def _better_may_come(self) -> bool:
         best = min(dialed.way.rank for dialed in self._up)
@@ -117,7 +126,7 @@ class _Race(Generic[T]):
             except SwarmError as error:
                 if any(dialed.way is way for dialed in self._up):
                     raise  # it was up, and broke
-                self._failed[number] = f"{way.route} {way.name}: {error.message}".replace(" :", ":")
+                self._failed[number] = error
                 self._notify()
 
     def _notify(self) -> None:

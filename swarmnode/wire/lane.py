@@ -71,7 +71,7 @@ class LaneAcks:
         """Count a frame; whether it is time to acknowledge."""
         self._frames += 1
         self._bytes += len(frame.body)
-        if self._frames < ACK_FRAMES and self._bytes < ACK_BYTES:
+        if self._frames < ACK_FRAMES and self._bytes < ACK_BYTES and not frame.header.get("ack"):
             return False
         self._frames = self._bytes = 0
         return True

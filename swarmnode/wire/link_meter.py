@@ -16,15 +16,16 @@ MIN_TRANSFER_S = 1e-4
 
 @dataclass(slots=True)
 class LinkMeter:
-    """The sender's side. Only frames that went out on a quiet link count: others waited behind something."""
+    """The sender's side. Only frames that no large one was before count: others waited behind it."""
 
     _out: deque[tuple[int, float, int, bool]] = field(default_factory=deque, init=False)
-    """(seq, when it was sent, bytes, nothing was under way before it)"""
+    """(seq, when it was sent, bytes, nothing large was under way before it)"""
     _round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW), init=False)
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW), init=False)
 
     def sent(self, seq: int, n_bytes: int, now: float) -> None:
-        self._out.append((seq, now, n_bytes, not self._out))
+        quiet = not any(other >= LARGE_BYTES for _, _, other, _ in self._out)
+        self._out.append((seq, now, n_bytes, quiet))
 
     def acknowledged(self, next_seq: int, now: float) -> None:
         """The other end has everything before `next_seq`; it says so as the last of it arrives."""

@@ -106,7 +106,13 @@ def _maybe(name: str, value_type: ValueType) -> Key:
     return Key(name, value_type, required=False)
 
 
-_ROUTE = (_maybe("ring", _ID), _maybe("epoch", _EPOCH), _maybe("lane", _LANE), _maybe("seq", _COUNT))
+_ROUTE = (
+    _maybe("ring", _ID),
+    _maybe("epoch", _EPOCH),
+    _maybe("lane", _LANE),
+    _maybe("seq", _COUNT),
+    _maybe("ack", Flag()),
+)
 """Where a ring frame goes; a worker leaves out what its node adds."""
 _SESSION = (_key("session", _COUNT), _key("gen", _SMALL))
 _ROWS = (
@@ -179,6 +185,7 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _kind("probe", "ring", (*_ROUTE, *probe)),
         _kind("drop", "ring", (*_ROUTE, *_SESSION)),
         _kind("reset", "ring", (*_ROUTE, _key("below", _COUNT), _key("keep", Ints(0, limits.MAX_ROWS, 0, 2**63 - 1)))),
+        _kind("lane_at", "ring", (_key("seq", _COUNT), _key("worker", _COUNT))),
         _kind("broken", "ring", (*_ROUTE, _key("stage", _STAGE), _maybe("message", _MESSAGE))),
     )
 

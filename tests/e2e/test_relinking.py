@@ -1,15 +1,17 @@
-"""A ring whose link breaks while its stages live is linked anew: no reload, the same workers, seconds."""
+"""Links of a ring that break while its stages live: resumed within seconds, else linked anew; never loaded again."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 from cutting_proxy import CuttingProxy
 from local_swarms import REPLY, Swarm, alive, start_swarm, wait_until
+
+from swarmnode.roles.lane_ends import LATE_S, RESUME_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,15 +19,19 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 MODEL = "scripted"
-AGAIN_WITHIN_S = 8.0
-ERROR_WITHIN_S = 5.0
+AGAIN_WITHIN_S = 10.0
+DOWN_S = RESUME_S + LATE_S + 1.0
+"""Longer than a link is waited for."""
+ERROR_WITHIN_S = RESUME_S + LATE_S + 5.0
+LONG = "abcdefghij" * 400
 
 
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory, models_root: Path) -> Iterator[tuple[Swarm, list[CuttingProxy]]]:
     """Two peers that dial each other through proxies, with a model over both."""
     proxies = [CuttingProxy(), CuttingProxy()]
-    swarm = start_swarm(tmp_path_factory.mktemp("relinking"), models_root, peers=0)
+    folder, straight = tmp_path_factory.mktemp("relinking"), {"SWARM_LINK_ROUTES": "direct"}
+    swarm = start_swarm(folder, models_root, peers=0, environment=straight)
     try:
         for name, proxy in zip(("one", "two"), proxies, strict=True):
             swarm.local.start_peers(name, extra=("--advertise", proxy.address))
@@ -64,15 +70,49 @@ def answers(swarm: Swarm, refusals: list[openai.APIStatusError]) -> bool:
         return False
 
 
-def test_a_reply_that_runs_ends_once_and_the_next_is_answered(ring: tuple[Swarm, list[CuttingProxy]]) -> None:
+def long_reply(swarm: Swarm, tokens: int) -> openai.Stream[Any]:
+    """A reply that has begun."""
+    messages = [{"role": "user", "content": "long"}]
+    stream: openai.Stream[Any] = swarm.openai.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        stream=True,
+        max_tokens=tokens,  # type: ignore[call-overload]
+    )
+    return stream
+
+
+def down(proxies: list[CuttingProxy], side: int, seconds: float) -> None:
+    """Cut what runs, and let nothing through for a while."""
+    proxies[side].closed = True
+    proxies[side].cut()
+    threading.Timer(seconds, setattr, (proxies[side], "closed", False)).start()
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["answers", "steps and prompts"])
+def test_a_link_that_drops_for_a_moment_is_resumed_and_the_reply_goes_on(
+    ring: tuple[Swarm, list[CuttingProxy]], side: int
+) -> None:
+    swarm, proxies = ring
+    stream, text, carried = long_reply(swarm, 300), "", proxies[side].carried
+    for number, chunk in enumerate(stream):
+        text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+        if number in (5, 40):
+            down(proxies, side, 0.3)
+    assert text == LONG[:300]
+    assert proxies[side].carried > carried, "it was cut"
+    assert swarm.status(MODEL)["state"] == "ready"
+
+
+def test_a_line_that_stays_down_ends_the_reply_and_the_ring_is_linked_anew(
+    ring: tuple[Swarm, list[CuttingProxy]],
+) -> None:
     swarm, proxies = ring
     workers = swarm.worker_pids(MODEL)
-    stream = swarm.openai.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "long"}], stream=True
-    )
+    stream = long_reply(swarm, 4000)
     assert next(iter(stream))
     cut_s = time.monotonic()
-    proxies[1].cut()
+    down(proxies, 1, DOWN_S)
     with pytest.raises(openai.APIError) as raised:
         for _ in stream:
             pass
@@ -82,27 +122,13 @@ def test_a_reply_that_runs_ends_once_and_the_next_is_answered(ring: tuple[Swarm,
     answered_again(swarm)
     assert swarm.worker_pids(MODEL) == workers
     assert all(map(alive, workers.values()))
-    assert swarm.status(MODEL)["state"] == "ready"
     wait_until(lambda: swarm.quiet(MODEL), "nothing of the lost reply is held")
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["answers", "steps and prompts"])
-def test_a_link_that_breaks_while_nothing_runs(ring: tuple[Swarm, list[CuttingProxy]], side: int) -> None:
+def test_a_line_that_goes_down_while_nothing_runs(ring: tuple[Swarm, list[CuttingProxy]]) -> None:
     swarm, proxies = ring
     workers = swarm.worker_pids(MODEL)
-    proxies[side].cut()
-    wait_until(lambda: swarm.status(MODEL)["state"] == "relinking", "it is noticed")
-    answered_again(swarm)
-    assert swarm.worker_pids(MODEL) == workers
-
-
-def test_a_line_that_stays_down_for_a_while(ring: tuple[Swarm, list[CuttingProxy]]) -> None:
-    """The first try on it fails; a later one, or another way round, does not."""
-    swarm, proxies = ring
-    workers = swarm.worker_pids(MODEL)
-    proxies[0].closed = True
-    proxies[0].cut()
-    threading.Timer(2.5, setattr, (proxies[0], "closed", False)).start()
-    wait_until(lambda: swarm.status(MODEL)["state"] == "relinking", "it is noticed")
+    down(proxies, 0, DOWN_S)
+    wait_until(lambda: swarm.status(MODEL)["state"] == "relinking", "it is noticed", DOWN_S + 5)
     answered_again(swarm)
     assert swarm.worker_pids(MODEL) == workers

@@ -70,8 +70,9 @@ def numbered(number: int) -> Frame:
 @pytest.mark.parametrize("seed", range(20))
 async def test_frames_go_in_order_each_stamped_once_whatever_waits(seed: int) -> None:
     dice = random.Random(seed)
-    outbox, channel = Outbox(), TightChannel(dice.randrange(3))
+    channel = TightChannel(dice.randrange(3))
     sender, receiver = (kind(RingId("ring"), "act", (1, 0)) for kind in (LaneSender, LaneReceiver))
+    outbox = Outbox(sender.stamp)
     posted = 0
     async with trio.open_nursery() as nursery:
         for round_number in range(30):
@@ -79,7 +80,7 @@ async def test_frames_go_in_order_each_stamped_once_whatever_waits(seed: int) ->
                 outbox.post(numbered(posted))
                 posted += 1
             if round_number == 3:
-                nursery.start_soon(outbox.run, channel, sender.stamp)
+                nursery.start_soon(outbox.run, channel)
             if dice.random() < 0.5:
                 channel.drain(dice.randrange(4))
             if dice.random() < 0.5:

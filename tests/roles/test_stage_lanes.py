@@ -142,7 +142,7 @@ async def test_lanes_that_break_together_are_reported_once_with_their_epoch(
             nursery.start_soon(stage.serve_lane, Hello(identity(A), replace(RIGHT, lane=lane)), far)
         await trio.testing.wait_all_tasks_blocked()
         for near, _ in pairs:
-            near.break_link()
+            await near.aclose()
     assert [(frame.kind, frame.header["epoch"]) for frame in posted] == [("broken", list(LOAD.epoch))]
 
 
@@ -156,6 +156,7 @@ class Neighbour:
     async def serve(self, kind: str, hello: Hello, channel: Channel) -> None:
         where = hello.parameters
         self.open += 1
+        await channel.send(Frame("lane_at", {"seq": 0, "worker": 1}))
         try:
             async for frame in channel:
                 self.got.append((where.epoch, where.lane, frame.kind))

@@ -26,7 +26,7 @@ def test_a_quiet_link_is_measured_for_what_it_is(trip_s: float, bytes_per_s: flo
 
 def test_frames_that_waited_behind_others_do_not_count() -> None:
     meter = LinkMeter()
-    meter.sent(0, 10, 0.0)
+    meter.sent(0, LARGE_BYTES, 0.0)
     meter.sent(1, 10, 0.0)
     meter.acknowledged(2, 5.0)
     assert meter.round_trip_s is None
