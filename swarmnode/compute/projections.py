@@ -186,11 +186,13 @@ def takes_int4(out: int, inputs: int) -> bool:
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, in) → codes and bfloat16 scales by row. Codes are rounded against the scale as stored."""
-    scales = (weight.abs().amax(1).float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
+    scales = torch.empty(weight.shape[0], dtype=torch.bfloat16, device=weight.device)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held in float32
+    for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held beside the weight
         part = slice(begin, begin + _QUANTIZED_ROWS)
-        codes[part] = (weight[part].float() / scales[part].float()[:, None]).round_().clamp_(-127, 127)
+        exact = weight[part].float()
+        scales[part] = (exact.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+        codes[part] = (exact / scales[part].float()[:, None]).round_().clamp_(-127, 127)
     return codes, scales
 
 

@@ -97,6 +97,16 @@ def test_shapes_the_four_bit_kernel_does_not_take_get_eight_bits() -> None:
     assert isinstance(packed("int8", weights(), None), Int8Projection)
 
 
+@pytest.mark.parametrize("method", ["int8", "int4-fast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_itself_stays_as_it_is(method: str, dtype: torch.dtype) -> None:
+    """A tied head is packed from the table that the embeddings still read."""
+    weight = weights().to(dtype)
+    before = weight.clone()
+    packed(method, weight, None)
+    assert torch.equal(weight, before)
+
+
 def test_a_large_weight_is_quantized_in_parts_to_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights(512, 64)
     whole = Int4Projection(weight, None)
