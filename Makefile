@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+WORKERS ?= 2
 
 .PHONY: demo test lint bench soak clean
 
@@ -11,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/swarmnode demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not soak" --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -163,9 +163,9 @@ class Route:
         self.pipe = FramePipe(os.dup(worker.stdout.fileno()), os.dup(worker.stdin.fileno()))
         worker.stdout.close()
         worker.stdin.close()
-        self._sender = LaneSender(RingId("bench"), out, (1, 0))
+        sender = LaneSender(RingId("bench"), out, (1, 0))
         self._receiver = LaneReceiver(RingId("bench"), back, (1, 0))
-        self._to_next, self._to_worker = Outbox(), Outbox()
+        self._to_next, self._to_worker = Outbox(sender.stamp), Outbox()
         self.results: dict[str, Any] = {}
 
     async def run_until_measured(self, channel: Channel) -> None:
@@ -181,7 +181,7 @@ class Route:
     @asynccontextmanager
     async def _joined(self, channel: Channel) -> AsyncIterator[trio.Nursery]:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._to_next.run, channel, self._sender.stamp)
+            nursery.start_soon(self._to_next.run, channel)
             nursery.start_soon(self._to_worker.run, self.pipe)
             yield nursery
             nursery.cancel_scope.cancel()
