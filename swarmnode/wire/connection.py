@@ -15,8 +15,10 @@ from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, FRAME_S, WRITE_S
 from swarmnode.wire.frames import FrameDecoder, encode, frame_size
 from swarmnode.wire.link import Channel
 from swarmnode.wire.prompt import PromptStream
+from swarmnode.wire.routes import DIRECT
 from swarmnode.wire.tls_stream import TlsStream
 from swarmnode.wire.traffic import Counts
+from swarmnode.wire.unread import LONGEST_FRAME_BYTES, Share, Unread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,10 +44,13 @@ class DirectChannel(Channel):
 
     def __init__(self, connection: Connection, channel: h2s.ChannelId, kind: str) -> None:
         self.kind = kind
+        self.route = connection.route
         self.counts = Counts()
         self._connection = connection
         self._id = channel
-        self._decoder = FrameDecoder()
+        self._longest = LONGEST_FRAME_BYTES.get(kind, limits.MAX_FRAME_BYTES)
+        self._decoder = FrameDecoder(self._longest)
+        self._unread = Share(Unread(limits.MAX_CARRIED_BYTES))
         self._frames: deque[Frame] = deque()
         self._inbox: deque[h2s.Data] = deque()
         self._arrived = trio.Event()
@@ -56,9 +61,11 @@ class DirectChannel(Channel):
         self._unreadable: ProtocolError | None = None
         """Nothing after a bad frame can be read, but the other side can still be told why."""
 
-    def limit_frames(self, max_frame_bytes: int) -> None:
-        """Before anything was received: refuse longer frames."""
-        self._decoder = FrameDecoder(max_frame_bytes)
+    def bound(self, unread: Unread) -> None:
+        """For a channel the peer opened, before anything was received: the account that what it sends counts on; and
+        longer frames than HELLO only behind it."""
+        self._unread = Share(unread)
+        self._decoder = FrameDecoder(min(limits.MAX_HELLO_FRAME_BYTES, self._longest))
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -147,15 +154,20 @@ class DirectChannel(Channel):
     def _decode(self, data: h2s.Data) -> None:
         self._connection.session.consumed(self._id, data.credit)
         self._connection.wake_writer()
+        begun = self._decoder.buffered
         try:
             frames = self._decoder.feed(data.data)
         except ProtocolError as error:
-            self._unreadable = error
+            self._unreadable = ProtocolError(error.message)  # without the traceback, which holds the bytes
+            self._decoder = FrameDecoder()
+            self._unread.end()
             return
+        self._unread.remove(begun + len(data.data) - self._decoder.buffered)
         self.counts.bytes_in += len(data.data)
         self.counts.frames_in += len(frames)
         if frames:
             self._slow = None
+            self._decoder.max_frame_bytes = self._longest
         self._frames.extend(frames)
 
     def _check_whole(self) -> None:
@@ -166,11 +178,18 @@ class DirectChannel(Channel):
         self.fail(LinkBroken(why))
         while self._inbox:
             self._connection.session.consumed(self._id, self._inbox.popleft().credit)
+        self._decoder = FrameDecoder()
+        self._unread.end()
         self._connection.forget(self._id, code)
 
     # -- called by the connection
 
     def deliver(self, data: h2s.Data) -> None:
+        if not self._unread.add(len(data.data)):
+            self._connection.session.consumed(self._id, data.credit)
+            self.fail(Overloaded(f"more than {self._unread.account.most_bytes} bytes of one node wait to be read"))
+            self.abort()
+            return
         self._inbox.append(data)
         self._notify()
 
@@ -208,6 +227,7 @@ class Connection:
         self._bytes = stream if isinstance(stream, TlsStream) else PromptStream(stream)
         carrier = stream.transport if isinstance(stream, TlsStream) else stream
         self._carrier = carrier if isinstance(carrier, CarriedStream) else None
+        self.route = DIRECT if self._carrier is None else self._carrier.route
         self._on_open = on_open
         self._channels: dict[h2s.ChannelId, DirectChannel] = {}
         self._wake = trio.Event()

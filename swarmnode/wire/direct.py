@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -22,6 +23,7 @@ from swarmnode.wire.link import CHANNEL_KINDS, JOIN_KIND, NO_OPTIONS
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.serving import Service, count
 from swarmnode.wire.tls import Secured
+from swarmnode.wire.unread import NodeUnread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -142,7 +144,7 @@ class DirectTransport:
             return Admission(kinds=(), source=source)
         if not crowds.members.has_room(secured.peer.node):
             return Admission(kinds=(), source=source, refusal=TOO_MANY)
-        return Admission(certified=secured.peer, source=source)
+        return Admission(certified=secured.peer, source=source, unread=crowds.unread(secured.peer.node))
 
 
 @asynccontextmanager
@@ -223,7 +225,8 @@ class Admission:
     source: str = ""
     max_channels: float = inf
     """In the connection's whole life."""
-    max_frame_bytes: int = limits.MAX_FRAME_BYTES
+    unread: NodeUnread = field(default_factory=NodeUnread)
+    """What of it is not read yet, on all its connections."""
     refusal: int = NOT_FOR_IT
     """The HTTP status for channels of other kinds."""
 
@@ -233,8 +236,8 @@ OPEN = Admission(kinds=(*CHANNEL_KINDS, JOIN_KIND))
 
 
 def _stranger(source: str) -> Admission:
-    """For a connection without a certificate: one channel, to join on, and small frames."""
-    return Admission((JOIN_KIND,), source=source, max_channels=1, max_frame_bytes=limits.MAX_JOIN_FRAME_BYTES)
+    """For a connection without a certificate: one channel, to join on."""
+    return Admission((JOIN_KIND,), source=source, max_channels=1, unread=NodeUnread(limits.MAX_STRANGER_UNREAD_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,11 @@ class Crowds:
     members: Crowd = field(default_factory=lambda: Crowd(inf, limits.MAX_MEMBER_CONNECTIONS))
     """By node: a member that opens connections without end has no more of them than any other."""
     strikes: Strikes = field(default_factory=Strikes)
+    accounts: WeakValueDictionary[str, NodeUnread] = field(default_factory=WeakValueDictionary)
+
+    def unread(self, node: str) -> NodeUnread:
+        """The account that all connections of a node share; it goes with the last of them."""
+        return self.accounts.setdefault(node, NodeUnread())
 
 
 class Server:
@@ -269,7 +277,7 @@ class Server:
                 channels += 1
                 if channel.kind in admission.kinds and channels <= admission.max_channels:
                     channel.certified, channel.source = admission.certified, admission.source
-                    channel.limit_frames(admission.max_frame_bytes)
+                    channel.bound(admission.unread.of(channel.kind))
                     connection.accept(channel)
                     nursery.start_soon(self._service.serve, channel)
                 else:

@@ -116,7 +116,7 @@ class FrameDecoder:
     """
 
     def __init__(self, max_frame_bytes: int = limits.MAX_FRAME_BYTES) -> None:
-        self._most = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
         self._parts: list[Buffer] = []
         self._wanted = LENGTH_BYTES
         self.buffered = 0
@@ -129,7 +129,7 @@ class FrameDecoder:
             return []
         whole = memoryview(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
         self._parts, self.buffered = [], 0
-        frames, rest, self._wanted = _split(whole, self._most)
+        frames, rest, self._wanted = _split(whole, self.max_frame_bytes)
         self._keep(rest)
         return frames
 

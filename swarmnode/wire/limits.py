@@ -18,6 +18,16 @@ MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES
 """What the four length bytes may say (header and body together)."""
 MAX_JOIN_FRAME_BYTES = 16 << 10
 """A frame of somebody who has no certificate yet: a name, a secret and a request of some 500 bytes."""
+MAX_HELLO_FRAME_BYTES = MAX_HEADER_BYTES
+"""The first frame of a channel, before anybody looked at who opens it: HELLO has no body."""
+MAX_CONTROL_FRAME_BYTES = MAX_HEADER_BYTES + (1 << 20)
+"""The list of ten thousand removed nodes, or a beat with the gauges of hundreds of stages."""
+MAX_UNREAD_BYTES = 64 << 20
+"""Of one node, on all its channels together, that is not read yet: four structured bodies of the longest kind."""
+MAX_CARRIED_BYTES = 256 << 20
+"""The same for lanes and tunnels: a frame of the longest kind on each of four, or full windows on thirty-two."""
+MAX_STRANGER_UNREAD_BYTES = 64 << 10
+"""Of a connection without a certificate: it sends three frames, and waits for an answer between them."""
 MAX_TEXT_CHARS = 16_000
 """Characters of one `text` frame: at four bytes each they still fit a header; a longer text goes in several."""
 MAX_MAP_BODY_BYTES = 16 << 20
