@@ -3,7 +3,8 @@
 A pure machine: peers' reports and time go in, commands to peers and facts about the ring come out. Whatever happens,
 every stage that was ever told to load is told to unload, and the ring is over when each has answered, left, or let
 its deadline pass. A ring that was ready and whose link breaks is not unloaded: its stages live, so once no cause
-but the link has shown itself they are linked anew, under the next link epoch.
+but the link has shown itself they are linked anew, under the next link epoch. So is a ring whose coordinator was away,
+once its stages have said that they are still there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ CAUSE_S = 1.0
 RELINK_TRIES = 3
 RELINK_S = 30.0
 """For all tries together: a router that starts anew is slower, but then its machines are gone for membership too."""
+ADOPT_S = 60.0
+"""After a coordinator's return, for the peers of its rings to find it; the slowest tries every five seconds."""
 UNLOAD_S = 15.0
 """A worker is asked for 3 s, then killed at the latest after 10 more; beyond that the node itself is in trouble."""
 
@@ -56,6 +59,7 @@ class RingState(Enum):
     LINKING = "linking"
     PROBING = "probing"
     READY = "ready"
+    ADOPTING = "adopting"
     RELINKING = "relinking"
     ENDING = "ending"
     OVER = "over"
@@ -79,11 +83,12 @@ class _Parting:
 
 
 class RingLife:
-    """A `Machine[RingInput, RingCommand, RingEvent]`; starting it sends the loads."""
+    """A `Machine[RingInput, RingCommand, RingEvent]`; starting it sends the loads, but where it is `adopted`: then its
+    stages were loaded for a coordinator before this one."""
 
-    def __init__(self, nodes: Sequence[NodeId], now: float) -> None:
+    def __init__(self, nodes: Sequence[NodeId], now: float, *, adopted: bool = False) -> None:
         self.nodes = tuple(nodes)
-        self.state = RingState.PREPARING
+        self.state = RingState.ADOPTING if adopted else RingState.PREPARING
         self.progress: dict[int, Progress] = {}
         self.error: RingLost | None = None
         self.links = 0
@@ -95,8 +100,8 @@ class RingLife:
         self._linked: set[int] = set()
         self._held = set(range(len(nodes)))
         self._heard_s = dict.fromkeys(range(len(nodes)), now)
-        self._deadline_s = now
-        self._outgoing: list[RingCommand] = [SendLoad(i) for i in range(len(nodes))]
+        self._deadline_s = now + ADOPT_S
+        self._outgoing: list[RingCommand] = [] if adopted else [SendLoad(i) for i in range(len(nodes))]
         self._events: list[RingEvent] = []
 
     def receive(self, message: RingInput, now: float) -> None:
@@ -115,8 +120,8 @@ class RingLife:
             case StageReady(stage=stage):
                 self._heard_s[stage] = now
                 self._ready[stage] = message
-                if self.state is RingState.PREPARING and len(self._ready) == len(self.nodes):
-                    self._link(now)
+                if len(self._ready) == len(self.nodes):
+                    self._all_ready(now)
             case StageLinked(stage=stage, links=links):
                 if links == self.links:
                     self._linked.add(stage)
@@ -142,6 +147,9 @@ class RingLife:
                 )
             case RingState.PROBING:
                 self._lose("link_broken", f"the probe did not come round the ring in {PROBE_S:.0f} s", None, now)
+            case RingState.ADOPTING:
+                stage = min(set(range(len(self.nodes))) - set(self._ready))
+                self._lose("stage_lost", f"stage {stage} did not come back within {ADOPT_S:.0f} s", stage, now)
             case RingState.RELINKING:
                 self._relink_timer(now)
             case RingState.ENDING:
@@ -155,10 +163,10 @@ class RingLife:
             case RingState.PREPARING:
                 waiting = [at for stage, at in self._heard_s.items() if stage not in self._ready]
                 return min(waiting) + LOAD_PROGRESS_S if waiting else None
-            case RingState.LINKING | RingState.PROBING | RingState.RELINKING | RingState.ENDING:
-                return self._deadline_s
-            case _:
+            case RingState.READY | RingState.OVER:
                 return None
+            case _:
+                return self._deadline_s
 
     def outgoing(self) -> list[RingCommand]:
         return drain(self._outgoing)
@@ -174,6 +182,16 @@ class RingLife:
     def is_ready(self, stage: int) -> bool:
         """The stage has loaded."""
         return stage in self._ready
+
+    def _all_ready(self, now: float) -> None:
+        if self.state is RingState.PREPARING:
+            self._link(now)
+        elif self.state is RingState.ADOPTING:
+            self.links = max(ready.links for ready in self._ready.values())
+            self.state = RingState.RELINKING
+            away = StageDown(0, "stage_lost", "the coordinator was away", symptom=True, links=self.links)
+            self._parting = _Parting(away, now + RELINK_S)
+            self._relink(self._parting, now)
 
     def _link(self, now: float) -> None:
         self._enter(RingState.LINKING, now + LINK_S)
@@ -268,6 +286,8 @@ class RingLife:
             self._by_symptom = False
         elif self.error is None and down.symptom and self.state in (RingState.READY, RingState.RELINKING):
             self._part(down, now)
+        elif down.symptom and self.state is RingState.ADOPTING:
+            pass  # it will be linked anew whatever its links went through
         elif self.error is None:
             self._by_symptom = down.symptom
             self._lose(down.code, down.message, down.stage, now)
@@ -277,7 +297,7 @@ class RingLife:
         """End the ring because of a fault; only the first fault is reported."""
         if self.state in (RingState.ENDING, RingState.OVER):
             return
-        was_ready = self.state in (RingState.READY, RingState.RELINKING)
+        was_ready = self.state in (RingState.READY, RingState.RELINKING, RingState.ADOPTING)
         self.error = RingLost(code, message, stage, was_ready)
         self._events.append(self.error)
         self._end(now)

@@ -17,11 +17,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StageReady:
-    """The stage's worker has loaded; `address` is where its ring lanes are dialled, `kv_tokens` what it can hold."""
+    """The stage's worker has loaded; `address` is where its ring lanes are dialled, `kv_tokens` what it can hold.
+
+    `links`: the latest link epoch it knows, where it was linked before.
+    """
 
     stage: int
     address: str
     kv_tokens: int
+    links: int = 0
 
 
 @dataclass(frozen=True, slots=True)
