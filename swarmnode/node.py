@@ -74,8 +74,8 @@ class NodeOptions:
     data_dir: Path | None
     name: str | None
     resources: PeerResources
-    advertise: Address | None = None
-    """What other nodes are told to dial; None: the address the swarm port is bound to."""
+    advertise: tuple[Address, ...] = ()
+    """What other nodes are told to dial, all of it; empty: the address the swarm port is bound to."""
     advertise_api: ApiUrl | None = None
     """Where nodes that reach no swarm port find a coordinator's API port."""
     end_with_stdin: bool = False
@@ -86,7 +86,7 @@ class NodeOptions:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
         if self.advertise_api is not None and (COORDINATOR not in self.roles or self.api is None):
             raise InvalidRequest("--advertise-api is for a coordinator with an API port")
-        if self.swarm_listen is not None and self.swarm_listen.host in WILDCARDS and self.advertise is None:
+        if self.swarm_listen is not None and self.swarm_listen.host in WILDCARDS and not self.advertise:
             raise InvalidRequest(
                 f"--swarm-listen {self.swarm_listen} is every address of this machine; say with --advertise HOST:PORT "
                 "which one the other nodes should dial"
@@ -133,7 +133,7 @@ class _Node:
             wanted = await trio.to_thread.run_sync(address_towards, coordinators[0])
         async with open_flat_nursery() as nursery:
             address: Address = await nursery.start(_listen, transport, wanted, self._serve_channel, identity, traffic)
-            about = replace(identity, listen=(str(self._options.advertise or address),))
+            about = replace(identity, listen=tuple(map(str, self._options.advertise or (address,))))
             context = NodeContext(
                 identity=about,
                 settings=self._settings,
@@ -210,6 +210,7 @@ class _Node:
         await nursery.start(coordinator.run)
         if self._options.api is None:
             return None
+        coordinator.polled = polled
         gateway = Gateway(coordinator)
         server, url = await start_api_port(self._options.api, gateway, self._settings, polled, self._emit, nursery)
         coordinator.serve_api = partial(serve_linked, server)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from swarmnode.roles.context import NodeContext
-from swarmnode.roles.roads import DIRECT, Roads
+from swarmnode.roles.roads import Roads
 from swarmnode.wire.certificates import new_key
+from swarmnode.wire.routes import DIRECT
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -55,7 +55,11 @@ def up(
         typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{COORDINATOR_SWARM}; peers: any port]"),
     ] = None,
     advertise: Annotated[
-        str | None, typer.Option("--advertise", help="HOST:PORT others should dial instead, as seen from outside.")
+        list[str] | None,
+        typer.Option(
+            "--advertise",
+            help="HOST:PORT others should dial instead, as seen from outside; repeat it, the fastest is taken.",
+        ),
     ] = None,
     advertise_api: Annotated[
         str | None, typer.Option("--advertise-api", help="URL of the API port, for peers that reach nothing else.")
@@ -111,7 +115,7 @@ def up(
         swarm_listen=_swarm_address(swarm_listen, coordinator=coordinator),
         api=api or None,
         join=parse_join_token(join) if join else None,
-        advertise=parse_address(advertise) if advertise else None,
+        advertise=tuple(map(parse_address, advertise or ())),
         advertise_api=_api_url(advertise_api),
         data_dir=data_dir,
         name=_checked_name(name),
@@ -193,9 +197,10 @@ def _sentence(event: str, values: Mapping[str, object]) -> str:
         case "enrolled":
             return "this machine is a member of the swarm now; later starts need no token"
         case "joined":
-            return f"joined the coordinator at {values['coordinator']}"
+            way = "" if values["route"] == "direct" else f" ({values['route']})"
+            return f"joined the coordinator at {values['coordinator']}{way}"
         case "coordinator_lost":
-            return f"not connected to the coordinator at {values['address']}: {values['reason']}; trying again"
+            return f"not connected to the coordinator: {values['reason']}; trying again"
         case "peer_joined":
             return f"{values['name']} joined"
         case "peer_left":

@@ -28,7 +28,7 @@ from swarmnode.roles.members import Member
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
-from swarmnode.roles.reports import Beat, ReadyStage, read_gauges, read_report
+from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.planning import PlannedRing
+    from swarmnode.roles.polling import PolledLinks
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.link import Channel, Hello, Identity
 
@@ -62,7 +63,9 @@ class Coordinator:
         """The last ring of each model that is over, so that status can say what became of it."""
         self._controls: dict[tuple[NodeId, BootId], Outbox] = {}
         """Frames for control channels: of connected peers, and of a `doctor` that asks as one of them."""
-        self._relay = Relay(self._tell, context.traffic)
+        self.relay = Relay(self._tell, context.traffic)
+        self.polled: PolledLinks | None = None
+        """Links of peers that reach only the API port; None while there is none."""
         self.serve_api: Callable[[Hello, Channel], Awaitable[None]] | None = None
         """Serves a call that a peer forwards; None while there is no API."""
         self._epoch = 0
@@ -108,6 +111,7 @@ class Coordinator:
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]
         self.ended[ModelId(ring.model)] = ring
+        self.context.traffic.forget_ring(ring.ring)
         why = ring.error.message if ring.error is not None else None
         self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
 
@@ -138,7 +142,7 @@ class Coordinator:
             case "api":
                 await self._serve_api(hello, channel)
             case "relay":
-                await self._relay.serve(hello, channel)
+                await self.relay.serve(hello, channel)
             case "join":
                 await self.enrolment.serve(hello, channel)
             case _:
@@ -197,6 +201,10 @@ class Coordinator:
         member = self.members.get(identity.node)
         if member is not None and member.boot == identity.boot:
             member.beat = read_report(Beat, frame)
+            for held in member.beat.stages:
+                ring = self.rings.get(RingId(held.ring))
+                if ring is not None and ring.stage_of(identity.node) == held.stage:
+                    ring.take_links(held.stage, held.links)
 
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
         identity = hello.identity
@@ -208,7 +216,7 @@ class Coordinator:
             self._drop(old)
         try:
             async with open_flat_nursery() as nursery:
-                member = Member(identity, nursery.cancel_scope)
+                member = Member(identity, nursery.cancel_scope, channel.route)
                 self.members[identity.node] = member
                 self._driver.feed(Heard(identity.node, identity.boot))
                 self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
@@ -277,6 +285,8 @@ class Coordinator:
         elif frame.kind == "stage_ready":
             ring.take_ready(stage, read_report(ReadyStage, frame))
         else:
+            if frame.kind == "linked" and frame.body:
+                ring.take_links(stage, read_report(LinkedStage, frame).links)
             ring.feed(_ring_input(stage, frame))
 
     def _take_reply(self, node: NodeId, frame: Frame) -> None:

@@ -19,7 +19,7 @@ from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.ids import BootId
 from swarmnode.roles.dialing_back import reach
 from swarmnode.roles.identity import FOLDER, NodeIdentity
-from swarmnode.roles.roads import DIRECT, RELAYED, Roads
+from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address, parse_address
@@ -28,6 +28,7 @@ from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import PROTOCOL, Identity
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import DIRECT, RELAYED
 from swarmnode.wire.tls import SwarmTls
 
 if TYPE_CHECKING:

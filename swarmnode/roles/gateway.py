@@ -15,6 +15,8 @@ from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloadin
 from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
 from swarmnode.roles.plan_report import plan_report
+from swarmnode.wire.routes import RELAYED
+from swarmnode.wire.traffic import Route
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
+    from swarmnode.roles.reports import LaneLink
     from swarmnode.roles.requests import RequestStream
 
 
@@ -119,7 +122,7 @@ class Gateway:
         if shown is not None and shown.error is not None:
             about["error"] = {"code": shown.error.code, "message": shown.error.message}
         if ring is not None:
-            about |= _ring_status(ring)
+            about |= self._ring_status(ring)
         return about
 
     def nodes(self) -> Mapping[str, Any]:
@@ -133,21 +136,43 @@ class Gateway:
                 "roles": list(member.identity.roles),
                 "state": coordinator.state(member.node).value if member.usable else NodeState.SUSPECT.value,
                 "address": member.identity.listen[0] if member.identity.listen else None,
+                "route": member.route,
                 "silence_s": round(coordinator.silence_s(member.node) or 0.0, 2),
                 **(member.beat.model_dump() if member.beat is not None else {}),
                 **self._in_use(member.node),
             }
             for member in coordinator.members.values()
         ]
-        rings = [{"id": ring.model, "state": ring.state, **_ring_status(ring)} for ring in coordinator.rings.values()]
+        rings = [{"id": ring.model, "state": ring.state, **self._ring_status(ring)} for ring in coordinator.rings.values()]
         return {
             "coordinator": me,
             "peers": peers,
             "rings": rings,
             "lost": [_lost(ring) for ring in coordinator.ended.values() if ring.error is not None],
             "members": [self._known(record) for record in coordinator.enrolment.nodes],
+            "carried": self._carried(),
             "traffic": coordinator.context.traffic.snapshot(),
         }
+
+    def _carried(self) -> dict[str, int]:
+        """Links that do not go straight."""
+        polled = self._coordinator.polled
+        return {"tunnels": self._coordinator.relay.count, "polled": 0 if polled is None else polled.count}
+
+    def _ring_status(self, ring: LoadedRing) -> dict[str, Any]:
+        """With what the relay counted of its lanes."""
+        status = _ring_status(ring)
+        for index, stage in enumerate(status["stages"]):
+            stage["links"] = [self._link_status(ring, index, link) for link in ring.links.get(index, ())]
+        return status
+
+    def _link_status(self, ring: LoadedRing, stage: int, link: LaneLink) -> dict[str, Any]:
+        successor = ring.life.nodes[(stage + 1) % len(ring.specs)]
+        counts = self._coordinator.context.traffic.find(Route(RELAYED, successor, ring.ring, link.lane))
+        if counts is None:
+            return link.model_dump()
+        n_frames, n_bytes = counts.frames_in + counts.frames_out, counts.bytes_in + counts.bytes_out
+        return {**link.model_dump(), "relayed_frames": n_frames, "relayed_bytes": n_bytes}
 
     def _in_use(self, node: NodeId) -> dict[str, Any]:
         """The device and threads of a stage that is loaded on a node; its beats only know what it was told."""
@@ -214,8 +239,7 @@ async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncGenerator[Cha
     while True:
         event = await stream.next()
         if isinstance(event, Done):
-            route = "direct" if len(ring.specs) > 1 else "local"
-            yield replace(event, timing={**event.timing, "route": route})
+            yield replace(event, timing={**event.timing, "route": ring.route})
             return
         yield event
 
@@ -275,6 +299,7 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
         "kv_tokens": ring.kv_tokens,
         "kv_tokens_planned": ring.plan.kv_tokens,
         "stages": stages,
+        "route": ring.route if ring.links or len(ring.specs) == 1 else None,
     }
 
 

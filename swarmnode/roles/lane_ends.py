@@ -3,6 +3,9 @@
 A link that breaks is dialed again for RESUME_S. The receiver says with `lane_at` which frame it waits for, first when a
 link is up and then as an acknowledgement; the sender goes on from there with what it kept. Another process at the other
 end, or a frame that is not kept any more, ends the lane, and with it the ring's link epoch.
+
+Both ends give a sign every SIGN_S and break a link that brought no byte for SILENCE_S: TCP alone does not notice a way
+on which bytes vanish while nothing is sent, nor one behind a relay or in requests.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from swarmnode.wire.frames import Frame
 from swarmnode.wire.lane import LaneAcks, LaneLog, LaneReceiver, LaneSender
 from swarmnode.wire.link_meter import LinkMeter
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import DIRECT, worst
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
 
     from swarmnode.ids import RingId
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from swarmnode.wire.link import Channel
 
     Dial = Callable[[], AbstractAsyncContextManager[Dialed[Channel]]]
+    SeeBetter = Callable[[str], Awaitable[bool]]
+    """Whether a better route than the one given is open now."""
 
 RESUME_S = 3.0
 """A Wi-Fi that roams, or a router that reconnects, is back by then; a reply may stand still for so long."""
@@ -38,6 +44,12 @@ LATE_S = 1.0
 """What the receiver waits beyond that: it may have noticed first."""
 RETRY_S = 0.2
 ASK_EVERY_S = 1.0
+SIGN_S = 5.0
+SILENCE_S = 15.0
+"""Three signs; bytes count, not frames, since a prompt piece on a slow uplink takes longer than that."""
+LOOK_S = 1.0
+BETTER_S = 60.0
+"""How often a lane that is not direct looks for a better way, and then takes it while nothing is under way."""
 INLINE_BYTES = 32 << 10
 """Compressed and decompressed on the node's loop; more takes its milliseconds in a thread."""
 
@@ -48,19 +60,33 @@ class LaneOut:
     def __init__(self, ring: RingId, lane: str, epoch: Epoch) -> None:
         self.lane = lane
         self.route = ""
+        """The worst of its legs, also of the one that only the other end sees."""
         self.meter = LinkMeter()
         self.compression = LaneCompression()
         self._sender = LaneSender(ring, lane, epoch)
         self._log = LaneLog()
         self._outbox = Outbox(self._sender.stamp)
         self._asked_s = -ASK_EVERY_S
+        self._own_route = DIRECT
+        """As far as this end sees it: what a better way must beat."""
         self._other: tuple[str, int] | None = None
         """The boot of the node at the other end, and its worker's process: who must be there again to resume."""
 
     def post(self, frame: Frame) -> None:
         self._outbox.post(frame)
 
-    async def keep(self, dial: Dial, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    @property
+    def empty(self) -> bool:
+        """Nothing waits, and nothing is under way."""
+        return self._outbox.empty and self._log.empty
+
+    async def keep(
+        self,
+        dial: Dial,
+        see_better: SeeBetter | None = None,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Hold a link for this lane until cancelled; raises what ended the lane for good."""
         lost_s: float | None = None
         while True:
@@ -70,7 +96,9 @@ class LaneOut:
                     if lost_s is None:
                         task_status.started()
                     lost_s = None
-                    await self._send_all(dialed.up, missing)
+                    await self._send_all(dialed.up, missing, see_better)
+            except BetterWay:
+                continue
             except LinkBroken as error:
                 if self._other is None:
                     raise
@@ -100,24 +128,48 @@ class LaneOut:
             other = dialed.up.welcome.identity.boot, at.header["worker"]
             if self._other is not None and self._other != other:
                 raise ProtocolError("another process answers where the lane was; its sessions are gone")
-            self._other, self.route = other, dialed.way.route
+            self._other, self._own_route = other, worst((dialed.way.route, dialed.up.route))
+            self.route = worst((self._own_route, at.header.get("route", DIRECT)))
             self.meter.forget()
             return int(at.header["seq"])
         raise LinkBroken(f"the next stage took the lane, but did not say where it is within {HELLO_S:g} s")
 
-    async def _send_all(self, channel: Channel, missing: list[Frame]) -> None:
+    async def _send_all(self, channel: Channel, missing: list[Frame], see_better: SeeBetter | None) -> None:
         for frame in missing:
             await channel.send(frame)
         async with open_flat_nursery() as nursery:
             nursery.start_soon(self._outbox.run, _Noting(channel, self))
+            nursery.start_soon(self._give_signs, channel)
+            nursery.start_soon(_break_when_silent, channel)
+            if see_better is not None:
+                nursery.start_soon(self._look_for_better, see_better)
             async for frame in channel:
                 if frame.kind != "lane_at":
                     raise ProtocolError(f"{frame.kind} came back on outgoing lane {self.lane}")
-                self._acknowledged(frame.header["seq"])
+                self._acknowledged(frame.header["seq"], sign=frame.header.get("sign", False))
             raise LaneClosed(f"the next stage closed lane {self.lane}")
 
-    def _acknowledged(self, next_seq: int) -> None:
+    async def _give_signs(self, channel: Channel) -> None:
+        """While nothing waits to be sent: what waits is a sign itself as it goes out, or will be missed."""
+        while True:
+            await trio.sleep(SIGN_S)
+            if self._outbox.empty:
+                channel.send_nowait(Frame("lane_sent", {"seq": self._sender.next_seq}))
+
+    async def _look_for_better(self, see_better: SeeBetter) -> None:
+        """Raises BetterWay when there is one to change to now."""
+        while self._own_route != DIRECT:
+            await trio.sleep(BETTER_S)
+            while not self.empty:
+                await trio.sleep(LOOK_S)
+            if await see_better(self._own_route) and self.empty:
+                raise BetterWay(f"lane {self.lane} changes to a better way than {self._own_route}")
+
+    def _acknowledged(self, next_seq: int, *, sign: bool) -> None:
         self._log.acknowledged(next_seq)
+        if sign:
+            self.meter.passed(next_seq)
+            return
         self.meter.acknowledged(next_seq, trio.current_time())
         self.compression.link_bytes_per_s = self.meter.bytes_per_s or self.compression.link_bytes_per_s
 
@@ -131,6 +183,10 @@ class LaneOut:
     def sent(self, frame: Frame) -> None:
         self._log.sent(frame)
         self.meter.sent(frame.header["seq"], len(frame.body), trio.current_time())
+
+
+class BetterWay(LinkBroken):
+    """The link is left for a better one; at the other end it looks like one that broke and is back at once."""
 
 
 class LaneClosed(ProtocolError):
@@ -201,18 +257,42 @@ class LaneIn:
             await self._came.wait()
 
     async def _receive(self, channel: Channel) -> None:
-        await channel.send(self._at())
+        await channel.send(self._at(route=channel.route))
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(self._give_signs, channel)
+            nursery.start_soon(_break_when_silent, channel)
+            await self._take_all(channel)
+            raise LaneClosed("the stage before closed the lane")
+
+    async def _take_all(self, channel: Channel) -> None:
         acks = LaneAcks()
         async for frame in channel:
+            if frame.kind == "lane_sent":
+                self._receiver.check_all_came(frame.header["seq"])
+                continue
             accepted = self._receiver.accept(frame)
             if accepted is not None:
                 self._take(await _plain(accepted))
             if acks.took(frame):
                 channel.send_nowait(self._at())
-        raise LaneClosed("the stage before closed the lane")
 
-    def _at(self) -> Frame:
-        return Frame("lane_at", {"seq": self._receiver.next_seq, "worker": self._worker})
+    async def _give_signs(self, channel: Channel) -> None:
+        while True:
+            await trio.sleep(SIGN_S)
+            channel.send_nowait(self._at(sign=True))
+
+    def _at(self, **more: object) -> Frame:
+        return Frame("lane_at", {"seq": self._receiver.next_seq, "worker": self._worker, **more})
+
+
+async def _break_when_silent(channel: Channel) -> None:
+    """Raises LinkBroken once no byte came for SILENCE_S."""
+    heard_bytes, heard_s = channel.counts.bytes_in, trio.current_time()
+    while trio.current_time() - heard_s < SILENCE_S:
+        await trio.sleep(LOOK_S)
+        if channel.counts.bytes_in != heard_bytes:
+            heard_bytes, heard_s = channel.counts.bytes_in, trio.current_time()
+    raise LinkBroken(f"nothing came for {SILENCE_S:g} s")
 
 
 async def _plain(frame: Frame) -> Frame:

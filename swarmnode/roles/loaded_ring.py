@@ -33,13 +33,14 @@ from swarmnode.roles.requests import RequestStream
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.deadlines import DRAIN_S
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.routes import worst
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from swarmnode.ids import NodeId, RequestId, RingId
     from swarmnode.roles.planning import PlannedRing
-    from swarmnode.roles.reports import ReadyStage
+    from swarmnode.roles.reports import LaneLink, ReadyStage
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class LoadedRing:
         self.gauges: dict[int, Mapping[str, Any]] = {}
         self.ready: dict[int, ReadyStage] = {}
         """What stages said of themselves when they had loaded."""
+        self.links: dict[int, Sequence[LaneLink]] = {}
+        """What each stage sends on, as it last said."""
         self.requests: dict[RequestId, RequestStream] = {}
         self.settled = trio.Event()
         """Ready, or failed for good."""
@@ -166,6 +169,18 @@ class LoadedRing:
         self._post(self.head, opened)
         return stream
 
+    def take_links(self, stage: int, links: Sequence[LaneLink]) -> None:
+        """While a stage is being linked anew, its lanes are on no route: what they were stays known."""
+        if links and all(link.route for link in links):
+            self.links[stage] = links
+
+    @property
+    def route(self) -> str:
+        """What the hidden states take: the worst of all lanes, nothing at all in a ring of one stage."""
+        if len(self.specs) == 1:
+            return "local"
+        return worst(link.route for links in self.links.values() for link in links)
+
     def take_reply(self, stream: RequestStream, frame: Frame) -> None:
         """One frame of the head about a request. That its ring broke is the ring's to say, once the cause is known."""
         lost = frame.kind == "error" and frame.header["code"] == StageLost.code
@@ -196,12 +211,16 @@ class LoadedRing:
                 self._post(self.life.nodes[stage], Frame("load", spec.header(), pack_body(spec.body())))
             case SendLink(stage=stage, next_address=address, links=links):
                 where = {"ring": self.ring, "stage": stage, "epoch": [self.specs[stage].epoch[0], links]}
-                frame = Frame("link", where, pack_body({"next": address}))
+                frame = Frame("link", where, pack_body({"next": self._addresses_after(stage) or [address]}))
                 self._post(self.life.nodes[stage], frame)
             case SendProbe():
                 self._post(self.head, Frame("probe_ring", {"ring": self.ring}, pack_body(self._measured())))
             case SendUnload(stage=stage):
                 self._post(self.life.nodes[stage], Frame("unload", {"ring": self.ring}))
+
+    def _addresses_after(self, stage: int) -> list[str]:
+        ready = self.ready.get((stage + 1) % len(self.specs))
+        return ready.addresses if ready is not None else []
 
     def _measured(self) -> dict[str, Any]:
         """What the head has to know of all stages before the first request."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cluster.placement import PeerResources
 from swarmnode.roles.outbox import Outbox
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     import trio
@@ -23,6 +24,8 @@ class Member:
     identity: Identity
     scope: trio.CancelScope
     """Cancelling it closes the peer's requests connection, which makes it dial again."""
+    route: str = DIRECT
+    """How its connections reach the coordinator."""
     outbox: Outbox = field(default_factory=Outbox)
     beat: Beat | None = None
 

@@ -45,6 +45,11 @@ class Outbox:
         self._idle: Sender | FramePipe | None = None
         """The channel, while nothing waits for it."""
 
+    @property
+    def empty(self) -> bool:
+        """All that was posted has been given to the channel, and `run` holds one."""
+        return self._idle is not None
+
     def post(self, frame: Frame) -> None:
         """Send or queue a frame; raises LinkBroken when the other end has let too much pile up."""
         if self._bytes and self._bytes + len(frame.body) > MAX_BYTES:

@@ -9,12 +9,14 @@ import trio
 
 from swarmnode.cluster.membership import BEAT_INTERVAL_S
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.load_spec import LoadSpec
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.stage_host import StageHost
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import DIRECT, worst
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -113,6 +115,7 @@ class Peer:
                 nursery.start_soon(self._read_control, control, nursery)
                 nursery.start_soon(self._outbox.run, requests)
                 nursery.start_soon(self._member.keep_certified, self._outbox.post)
+                nursery.start_soon(self._look_for_better, worst((control.route, requests.route)))
                 if self._follow is not None:
                     nursery.start_soon(self._follow)
                 async for frame in requests:
@@ -120,6 +123,14 @@ class Peer:
                 raise LinkBroken("the coordinator closed the connection")
         except SwarmError as error:
             raise _Disconnected(error.message) from error
+
+    async def _look_for_better(self, route: str) -> None:
+        """Come back by a better road as soon as one is open and nothing is held that would end with this one."""
+        while route != DIRECT:
+            await trio.sleep(BETTER_S)
+            better = not self._hosts and await self._context.roads.better_to_coordinator(self._coordinators, route)
+            if better and not self._hosts:
+                raise LinkBroken(f"a better road to it than the {route} one is open; changing to it")
 
     async def _send_beats(self, control: Channel) -> None:
         seq = 0
@@ -171,7 +182,7 @@ class Peer:
             host.unload()
         elif frame.kind == "link":
             first, links = frame.header.get("epoch", host.spec.epoch)
-            host.link(str(unpack_body(frame.body).get("next", "")), (first, links))
+            host.link(_texts(unpack_body(frame.body).get("next")), (first, links))
         else:
             host.take(frame)
 
@@ -192,6 +203,10 @@ class Peer:
         finally:
             del self._hosts[spec.ring]
             self._context.traffic.forget_ring(spec.ring)
+
+
+def _texts(value: object) -> list[str]:
+    return [str(text) for text in value] if isinstance(value, list) else []
 
 
 class _Disconnected(LinkBroken):

@@ -18,6 +18,7 @@ from swarmnode.ids import NodeId
 from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, RELAY_ANSWER_S
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import RELAYED
 from swarmnode.wire.traffic import Counts, Route
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class Relay:
         self._traffic = traffic
         self._calls: dict[str, _Call] = {}
 
+    @property
+    def count(self) -> int:
+        """Tunnels that are open, or waited for."""
+        return len(self._calls)
+
     async def serve(self, hello: Hello, channel: Channel) -> None:
         """Its first frame says whether this end calls, or answers a call."""
         node = hello.identity.node
@@ -73,7 +79,7 @@ class Relay:
                 await call.answered.wait()
             if call.answer is None:
                 raise LinkBroken(f"node {callee[:8]} did not answer through the relay within {RELAY_ANSWER_S:g} s")
-            there = Route("relay", callee, hello.parameters.ring or "", hello.parameters.lane or "")
+            there = Route(RELAYED, callee, hello.parameters.ring or "", hello.parameters.lane or "")
             await _join(channel, call.answer, self._traffic.counts(there))
         finally:
             del self._calls[number]

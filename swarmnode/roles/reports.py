@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MAX_REPORT_BYTES = 64 << 10
 """A beat with dozens of stages has a few KiB; a larger body is not walked on the coordinator's loop."""
 MAX_STAGES_HELD = 64
+MAX_ADDRESSES = 8
+"""As many as HELLO names."""
 MAX_LANES = 4
 """A stage sends on two lanes, the last one on one."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -34,10 +36,16 @@ class LaneLink(_Report):
     """A lane that a stage sends on: the way it takes, and what was measured of it."""
 
     lane: Name
-    route: Name
+    route: Literal["", "direct", "relayed", "polled"]
+    """The worst of its legs; empty while it is not up yet."""
     round_trip_ms: float | None = None
     mbit_per_s: float | None = None
     compressed: bool = False
+    frames: Count = 0
+    bytes: Count = 0
+
+
+Links = Annotated[list[LaneLink], Field(max_length=MAX_LANES)]
 
 
 class StageHeld(_Report):
@@ -49,7 +57,13 @@ class StageHeld(_Report):
     phase: Name
     pid: Count | None = None
     gauges: Gauges = {}
-    links: list[LaneLink] = Field(default=[], max_length=MAX_LANES)
+    links: Links = []
+
+
+class LinkedStage(_Report):
+    """A stage whose outgoing lanes are up."""
+
+    links: Links = []
 
 
 class Beat(_Report):
@@ -73,6 +87,7 @@ class ReadyStage(_Report):
     device and threads it really uses, and what its steps cost, where it measured them."""
 
     address: Name
+    addresses: Annotated[list[Name], Field(max_length=MAX_ADDRESSES)] = []
     kv_tokens: Count
     pid: Count
     device: Name | None = None

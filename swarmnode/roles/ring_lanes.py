@@ -19,16 +19,17 @@ from swarmnode.wire.address import parse_address
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import LinkOptions, Parameters
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.traffic import Route
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
+    from swarmnode.ids import NodeId
     from swarmnode.ring.messages import Epoch
     from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.lane_ends import Dial, SeeBetter
     from swarmnode.roles.load_spec import LoadSpec
     from swarmnode.wire.address import Address
-    from swarmnode.wire.dialing import Dialed
     from swarmnode.wire.link import Channel, Hello
 
 LANE_CHANNEL = {"act": "steps", "tok": "steps", "pre": "prompts"}
@@ -67,8 +68,13 @@ class RingLanes:
         self._out[wire_lane(frame.header["lane"], self._spec.stage)].post(frame)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The outgoing lanes' routes and links."""
-        return [lane.snapshot() for lane in self._out.values()]
+        """The outgoing lanes: routes, what was measured of their links, and what they carried."""
+        return [{**lane.snapshot(), **self._carried(name)} for name, lane in self._out.items()]
+
+    def _carried(self, lane: str) -> dict[str, int]:
+        where = Route(LANE_CHANNEL[base_lane(lane)], self._successor, self._spec.ring, lane)
+        counts = self._context.traffic.counts(where)
+        return {"frames": counts.frames_out, "bytes": counts.bytes_out}
 
     def advance(self, epoch: Epoch) -> None:
         """End the present link epoch; those who came early for the next one go on."""
@@ -79,15 +85,16 @@ class RingLanes:
         self._advanced.set()
         self._advanced = trio.Event()
 
-    async def dial(self, next_address: str, linked: Callable[[], None]) -> None:
+    async def dial(self, next_addresses: Sequence[str], linked: Callable[[], None]) -> None:
         """Bring all outgoing lanes up, say so, and keep them for this link epoch."""
         epoch = self.epoch
         with self._for_this_epoch():
             try:
-                address = parse_address(next_address)
+                addresses = [parse_address(address) for address in next_addresses]
                 async with open_flat_nursery() as nursery:
                     for lane in self._names:
-                        await nursery.start(self._out[lane].keep, self._way_to_next(lane, address))
+                        ways = self._ways_to_next(lane, addresses)
+                        await nursery.start(self._out[lane].keep, *ways)
                     linked()
             except SwarmError as error:
                 self._broke(epoch, error)
@@ -121,12 +128,16 @@ class RingLanes:
     def _hand_over(self, lane: str, frame: Frame) -> None:
         self._take(Frame(frame.kind, {**frame.header, "lane": lane}, frame.body))
 
-    def _way_to_next(self, lane: str, address: Address) -> Callable[[], AbstractAsyncContextManager[Dialed[Channel]]]:
-        spec = self._spec
-        successor = spec.nodes[(spec.stage + 1) % spec.num_stages]
+    @property
+    def _successor(self) -> NodeId:
+        return self._spec.nodes[(self._spec.stage + 1) % self._spec.num_stages]
+
+    def _ways_to_next(self, lane: str, addresses: Sequence[Address]) -> tuple[Dial, SeeBetter]:
+        spec, successor, roads = self._spec, self._successor, self._context.roads
         options = LinkOptions(Parameters(spec.ring, self.epoch, lane, spec.stage), self._context.traffic, successor)
         kind = LANE_CHANNEL[base_lane(lane)]
-        return partial(self._context.roads.to_peer, successor, [address], kind, options)
+        dial = partial(roads.to_peer, successor, addresses, kind, options)
+        return dial, partial(roads.better_to_peer, successor, addresses, kind)
 
     @contextmanager
     def _for_this_epoch(self) -> Iterator[None]:

@@ -6,12 +6,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
 from swarmnode.wire.address import Address, ApiUrl
 from swarmnode.wire.dialing import Dialed, Way, dial_best
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import NO_OPTIONS, Channel, Link, LinkOptions
+from swarmnode.wire.routes import DIRECT, POLLED, RELAYED, better, worst
 from swarmnode.wire.tunnel import TunnelStream
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from swarmnode.wire.certificates import PrivateKey
     from swarmnode.wire.link import CarriedTransport, Identity
 
-DIRECT, RELAYED, POLLED = "direct", "relayed", "polled"
 
 
 class Roads:
@@ -63,21 +63,43 @@ class Roads:
         self, node: NodeId, addresses: Sequence[Address], kind: str, options: LinkOptions
     ) -> AsyncIterator[Dialed[Channel]]:
         """A channel to another peer: straight to one of its addresses, else through the coordinator."""
+        ways = self._to_peer(node, addresses, kind, options)
+        if not ways:
+            raise LinkBroken(f"of the routes {', '.join(self._routes)} none leads from one peer to another")
+        async with dial_best(ways) as dialed:
+            yield dialed
+
+    async def better_to_peer(self, node: NodeId, addresses: Sequence[Address], kind: str, route: str) -> bool:
+        """Whether another peer answers by a better route now. The channel that finds out names no ring: the peer says
+        WELCOME, and then that it holds nothing of the kind."""
+        ways = [way for way in self._to_peer(node, addresses, kind, LinkOptions(node=node)) if better(way.route, route)]
+        return await _answers(ways, route)
+
+    async def better_to_coordinator(self, places: Sequence[Place], route: str) -> bool:
+        """Whether the coordinator answers by a better route now."""
+        ways = [
+            Way(way, partial(self._channel_at, place, "files", NO_OPTIONS), str(place))
+            for way, place in self._ways(places)
+            if better(way, route)
+        ]
+        return await _answers(ways, route)
+
+    def _to_peer(
+        self, node: NodeId, addresses: Sequence[Address], kind: str, options: LinkOptions
+    ) -> list[Way[Channel]]:
         ways: list[Way[Channel]] = []
         if DIRECT in self._routes:
             dial = self._transport.dial
             ways += [Way(DIRECT, partial(dial, at, kind, self._identity, options), str(at)) for at in addresses]
         if RELAYED in self._routes:
             ways.append(Way(RELAYED, partial(self._through_relay, node, kind, options), "through the coordinator"))
-        if not ways:
-            raise LinkBroken(f"of the routes {', '.join(self._routes)} none leads from one peer to another")
-        async with dial_best(ways) as dialed:
-            yield dialed
+        return ways
 
-    def _ways(self) -> list[tuple[str, Place]]:
-        """Addresses before URLs, those that answered last first."""
-        direct = [(DIRECT, place) for place in self.places if isinstance(place, Address) and DIRECT in self._routes]
-        polled = [(POLLED, place) for place in self.places if isinstance(place, ApiUrl) and POLLED in self._routes]
+    def _ways(self, places: Sequence[Place] | None = None) -> list[tuple[str, Place]]:
+        """Addresses before URLs."""
+        places = self.places if places is None else places
+        direct = [(DIRECT, place) for place in places if isinstance(place, Address) and DIRECT in self._routes]
+        polled = [(POLLED, place) for place in places if isinstance(place, ApiUrl) and POLLED in self._routes]
         if not direct and not polled:
             raise LinkBroken(f"no place of the coordinator can be reached by {', '.join(self._routes)}")
         return [*direct, *polled]
@@ -118,3 +140,14 @@ class Roads:
         async with self.to_coordinator("relay") as dialed:
             await dialed.up.send(Frame("relay_answer", {"call": call}))
             await self._transport.accept(TunnelStream(dialed.up), "relay")
+
+
+async def _answers(ways: Sequence[Way[Channel]], route: str) -> bool:
+    """Whether one of `ways` comes up, and is better than `route` on all its legs."""
+    if not ways:
+        return False
+    try:
+        async with dial_best(ways) as dialed:
+            return better(worst((dialed.way.route, dialed.up.route)), route)
+    except SwarmError:
+        return False

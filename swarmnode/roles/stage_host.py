@@ -6,6 +6,7 @@ The host routes by header and never looks at a body. However it ends, the worker
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -29,7 +30,7 @@ from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from swarmnode.catalog.store import ShardStore
@@ -116,7 +117,7 @@ class StageHost:
             refused = {"request": frame.header["request"], "code": StageLost.code, "message": "the stage is not ready"}
             self._post(Frame("error", refused))
 
-    def link(self, next_address: str, epoch: Epoch) -> None:
+    def link(self, next_addresses: Sequence[str], epoch: Epoch) -> None:
         """Dial the successor's lanes; `linked` is reported when they are up. A later epoch ends what is left of the
         ring's links."""
         if self._nursery is None or epoch < self._lanes.epoch:
@@ -124,8 +125,11 @@ class StageHost:
         if epoch > self._lanes.epoch:
             self._end_sessions()
             self._lanes.advance(epoch)
-        linked = Frame("linked", {**self._where(), "epoch": list(epoch)})
-        self._nursery.start_soon(self._lanes.dial, next_address, lambda: self._post(linked))
+        self._nursery.start_soon(self._lanes.dial, next_addresses, partial(self._linked, epoch))
+
+    def _linked(self, epoch: Epoch) -> None:
+        header = {**self._where(), "epoch": list(epoch)}
+        self._post(Frame("linked", header, pack_body({"links": self.links})))
 
     async def serve_lane(self, hello: Hello, channel: Channel) -> None:
         """Take the frames of one incoming lane until it ends; its end is the ring's end."""
@@ -238,8 +242,9 @@ class StageHost:
         self._lanes.worker = int(about["pid"])
         if self._nursery is not None:
             self._nursery.start_soon(self._watch_pulse)
-        address = self._context.identity.listen[0]
-        self._post(Frame("stage_ready", self._where(), pack_body({**about, "address": address})))
+        listen = self._context.identity.listen
+        where = {"address": listen[0], "addresses": list(listen)}
+        self._post(Frame("stage_ready", self._where(), pack_body({**about, **where})))
 
     async def _watch_stall(self) -> None:
         while True:

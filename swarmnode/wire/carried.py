@@ -13,6 +13,9 @@ MAX_BUNDLE = 1 << 16
 class CarriedStream(trio.abc.Stream):
     """Whoever runs a link over it says how many frames it is about to send; the carrier counts by that alone."""
 
+    route: str
+    """How the bytes travel."""
+
     def __init__(self) -> None:
         self._rest = memoryview(b"")
         self._frames = 0

@@ -1,6 +1,7 @@
 """Several ways to one node, tried in a staggered race: the best that is up soon is taken, the others are let go.
 
 After RFC 8305 (Happy Eyeballs): a way starts when those before it had their head start, or at once where they failed.
+Ways of one route start together, so that the first of them to be up is the fastest, whatever order they were named in.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import trio
 
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,8 +26,6 @@ HEAD_START_S = 0.25
 """Before the next way is tried as well: a round trip to most places, and one more."""
 PREFER_S = 0.5
 """What a worse way waits, once it is up, for a better one that is still being tried."""
-ROUTES = ("direct", "relayed", "polled")
-"""Best first: a direct link is one trip, a relayed one two, a polled one two and the waiting of its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,16 @@ class _Race(Generic[T]):
         """Start one way after the other, until one has won."""
         for number, way in enumerate(self._ways):
             nursery.start_soon(self._try, number, way)
+            if way.route == self._route_after(number):
+                continue
             with trio.move_on_after(HEAD_START_S):
                 while len(self._failed) <= number and not self._over.is_set():
                     await self._changed.wait()
             if self._over.is_set():
                 return
+
+    def _route_after(self, number: int) -> str | None:
+        return self._ways[number + 1].route if number + 1 < len(self._ways) else None
 
     async def decided(self) -> Dialed[T]:
         """Wait for the winner; the other ways are closed."""

@@ -42,6 +42,11 @@ class LaneLog:
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             self._forget_oldest()
 
+    @property
+    def empty(self) -> bool:
+        """Nothing is under way: all that was sent is acknowledged."""
+        return not self._kept
+
     def acknowledged(self, next_seq: int) -> None:
         """The other end has everything before `next_seq`."""
         while self._kept and self._kept[0][0] < next_seq:
@@ -133,12 +138,16 @@ class LaneReceiver:
             raise ProtocolError(f"a {frame.kind} frame has epoch {epoch}; lane {self.lane!r} is at {self.epoch}")
         return self._in_order(frame, header["seq"])
 
+    def check_all_came(self, next_seq: int) -> None:
+        """The other end says that it sent all before `next_seq`. Raises LinkBroken where frames are missing."""
+        if next_seq > self.next_seq:
+            raise LinkBroken(f"lane {self.lane!r} of ring {self.ring!r} lost frames {self.next_seq} to {next_seq - 1}")
+
     def _in_order(self, frame: Frame, seq: int) -> Frame | None:
         if seq < self.next_seq:
             self.duplicates += 1
             return None
-        if seq > self.next_seq:
-            raise LinkBroken(f"lane {self.lane!r} of ring {self.ring!r} lost frames {self.next_seq} to {seq - 1}")
+        self.check_all_came(seq)
         self.next_seq += 1
         return frame
 

@@ -11,6 +11,7 @@ import trio
 
 from swarmnode.errors import from_wire
 from swarmnode.wire import limits
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -101,6 +102,8 @@ class Channel(ABC):
     """On the dialer's side: who answered."""
     certified: NodeCertificate | None = None
     """Who the other end proved to be; None on links within this process and on `join` channels."""
+    route: str = DIRECT
+    """How its connection travels, as far as this end can tell: whoever is behind a relay knows its own leg only."""
     source: str = ""
     """On the listener's side: the address that the connection came from."""
 

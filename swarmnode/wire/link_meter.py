@@ -41,6 +41,11 @@ class LinkMeter:
             transfer_s = max(MIN_TRANSFER_S, now - sent_s - min(self._round_trips_s))
             self._rates.append(n_bytes / transfer_s)
 
+    def passed(self, next_seq: int) -> None:
+        """The other end has everything before `next_seq`, perhaps for long: nothing is learned of the link."""
+        while self._out and self._out[0][0] < next_seq:
+            self._out.popleft()
+
     def forget(self) -> None:
         """The link was made anew: what was under way is sent again, at another time."""
         self._out.clear()

@@ -14,6 +14,7 @@ import trio
 
 from swarmnode.errors import LinkBroken
 from swarmnode.wire.carried import CarriedStream
+from swarmnode.wire.routes import POLLED
 
 if TYPE_CHECKING:
     from swarmnode.errors import SwarmError
@@ -106,6 +107,8 @@ class ByteWay:
 
 class PolledStream(CarriedStream):
     """Either end: whoever speaks HTTP for it empties `outward` and fills `inward`."""
+
+    route = POLLED
 
     def __init__(self) -> None:
         super().__init__()

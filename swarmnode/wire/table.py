@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.wire import limits
+from swarmnode.wire.routes import ROUTES
 from swarmnode.wire.types import Flag, Int, Ints, Number, Numbers, OneOf, SamplingList, Text, Texts
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _maybe("token", _SMALL),
     )
     tokens = (*_ROWS, _key("tokens", Ints(1, limits.MAX_ROWS * 16, 0, 2**31 - 1)))
+    lane_at = (_key("seq", _COUNT), _key("worker", _COUNT), _maybe("route", OneOf(ROUTES)), _maybe("sign", Flag()))
     probe = (_key("nonce", _COUNT), _key("via", _LANE), _key("hops", Int(0, limits.MAX_STAGES)))
     return (
         _kind("piece", "ring", (*_ROUTE, *piece, *_TENSOR, *_TIMES), "tensor"),
@@ -185,7 +187,8 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _kind("probe", "ring", (*_ROUTE, *probe)),
         _kind("drop", "ring", (*_ROUTE, *_SESSION)),
         _kind("reset", "ring", (*_ROUTE, _key("below", _COUNT), _key("keep", Ints(0, limits.MAX_ROWS, 0, 2**63 - 1)))),
-        _kind("lane_at", "ring", (_key("seq", _COUNT), _key("worker", _COUNT))),
+        _kind("lane_at", "ring", lane_at),
+        _kind("lane_sent", "ring", (_key("seq", _COUNT),)),
         _kind("broken", "ring", (*_ROUTE, _key("stage", _STAGE), _maybe("message", _MESSAGE))),
     )
 
@@ -217,7 +220,7 @@ def _load_kinds() -> tuple[Kind, ...]:
         _kind("load", "load", (ring, _key("epoch", _EPOCH), _key("stage", _STAGE)), "map"),
         _kind("unload", "load", (ring,)),
         _kind("link", "load", (ring, _maybe("epoch", _EPOCH), _maybe("stage", _STAGE)), "map"),
-        _kind("linked", "load", (*_RING_STAGE, _maybe("epoch", _EPOCH))),
+        _kind("linked", "load", (*_RING_STAGE, _maybe("epoch", _EPOCH)), "map"),
         _kind("probe_ring", "load", (ring,), "map"),
         _kind("probed", "load", (ring, _key("ms", Number()))),
         _kind("progress", "load", (*_RING_STAGE, *_PROGRESS)),

@@ -46,6 +46,10 @@ class Traffic:
     def counts(self, route: Route) -> Counts:
         return self._routes.setdefault(route, Counts())
 
+    def find(self, route: Route) -> Counts | None:
+        """None: nothing went that way."""
+        return self._routes.get(route)
+
     def forget_ring(self, ring: str) -> None:
         """A ring was unloaded; its routes would otherwise stay for ever."""
         for route in [route for route in self._routes if route.ring == ring]:

@@ -14,6 +14,7 @@ from swarmnode.errors import ProtocolError, SwarmError
 from swarmnode.wire.carried import CarriedStream
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.limits import MAX_CHUNK_BYTES
+from swarmnode.wire.routes import RELAYED, worst
 
 if TYPE_CHECKING:
     from swarmnode.wire.frames import Buffer
@@ -25,6 +26,7 @@ class TunnelStream(CarriedStream):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
+        self.route = worst((RELAYED, channel.route))
         self._channel = channel
 
     async def send_all(self, data: Buffer) -> None:

@@ -125,7 +125,7 @@ async def test_the_relay_counts_frames_and_bytes_of_a_lane(home: Home) -> None:
                 await channel.send(Frame("data", {"offset": 0}, b"z" * 10_000))
                 await channel.receive()
     (row,) = home.traffic.snapshot()
-    assert (row["kind"], row["ring"], row["lane"]) == ("relay", "r1", "act")
+    assert (row["kind"], row["ring"], row["lane"]) == ("relayed", "r1", "act")
     assert row["frames_out"] == 21  # the hello, and those
     assert row["frames_in"] == 21  # the welcome, and the echoes
     assert 200_000 < int(row["bytes_out"]) < 220_000

@@ -23,10 +23,10 @@ from swarmnode.roles.polling_routes import polling_router
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.roads import Roads
 from swarmnode.wire.address import Address, ApiUrl
-from swarmnode.wire.dialing import ROUTES
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import LinkOptions, Parameters
+from swarmnode.wire.routes import ROUTES
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -172,7 +172,7 @@ async def test_outgoing_lanes_are_dialed_anew_and_what_was_queued_is_gone() -> N
     async with trio.open_nursery() as nursery:
         listen = partial(network.listen, Address("127.0.0.1", 0), neighbour.serve, identity(C))
         address = str(await nursery.start(listen))
-        nursery.start_soon(lanes.dial, address, lambda: linked.append(lanes.epoch))
+        nursery.start_soon(lanes.dial, [address], lambda: linked.append(lanes.epoch))
         await trio.testing.wait_all_tasks_blocked()
         lanes.post(end)
         await trio.testing.wait_all_tasks_blocked()
@@ -182,7 +182,7 @@ async def test_outgoing_lanes_are_dialed_anew_and_what_was_queued_is_gone() -> N
         lanes.advance((LOAD.epoch[0], 2))
         await trio.testing.wait_all_tasks_blocked()
         assert neighbour.open == 0
-        nursery.start_soon(lanes.dial, address, lambda: linked.append(lanes.epoch))
+        nursery.start_soon(lanes.dial, [address], lambda: linked.append(lanes.epoch))
         await trio.testing.wait_all_tasks_blocked()
         assert (neighbour.open, len(neighbour.got)) == (2, 1)
         lanes.post(end)
@@ -198,7 +198,7 @@ async def test_a_neighbour_that_does_not_answer_breaks_the_epoch_it_was_dialed_i
     context = node_context(identity(B), MemoryNetwork())
     lanes = RingLanes(context, LOAD, lambda _: None, told.append)
     for address in ("127.0.0.1:9", "nonsense"):
-        await lanes.dial(address, lambda: pytest.fail("not linked"))
+        await lanes.dial([address], lambda: pytest.fail("not linked"))
         lanes.advance((LOAD.epoch[0], lanes.epoch[1] + 1))
     assert len(told) == 2
 
@@ -212,15 +212,15 @@ async def test_the_head_hears_of_the_loss_once(knows: bool) -> None:
     stage._ready, stage._nursery = True, cast("Any", NoNursery())
     if knows:
         stage._lane_broke(LinkBroken("cut"))
-    stage.link("127.0.0.1:9", (LOAD.epoch[0], 1))
-    stage.link("127.0.0.1:9", (LOAD.epoch[0], 2))
+    stage.link(["127.0.0.1:9"], (LOAD.epoch[0], 1))
+    stage.link(["127.0.0.1:9"], (LOAD.epoch[0], 2))
     stage._route(Frame("broken", {"stage": 0, "message": "the echo"}))
     assert [frame.kind for frame in stage._to_worker._waiting] == ["broken"]
     assert len([frame for frame in posted if frame.kind == "broken"]) == knows
     stage._route(Frame("probed", {"ring": LOAD.ring, "ms": 1.0}))
     stage._lane_broke(LinkBroken("cut"))
     assert [frame.kind for frame in stage._to_worker._waiting] == ["broken", "broken"]
-    stage.link("127.0.0.1:9", (LOAD.epoch[0], 1))
+    stage.link(["127.0.0.1:9"], (LOAD.epoch[0], 1))
     assert stage._lanes.epoch == (LOAD.epoch[0], 2), "a command of an earlier epoch crossed"
 
 
