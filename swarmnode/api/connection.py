@@ -8,12 +8,14 @@ leaves, whatever is still being answered.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Sequence
 
-    import h11
     from hypercorn.events import Event
     from starlette.types import ASGIApp
 
@@ -85,6 +86,14 @@ class Client:
     here: Address | None = None
     via: str | None = None
 
+    @property
+    def local(self) -> bool:
+        """A program on this machine, at the port itself."""
+        if self.via is not None or self.address is None:
+            return False
+        host = ipaddress.ip_address(self.address[0].partition("%")[0])
+        return (getattr(host, "ipv4_mapped", None) or host).is_loopback
+
 
 def tcp_client(stream: trio.SocketStream, write_s: float) -> Client:
     """A client of the port; `write_s` is how long it may leave bytes unacknowledged."""
@@ -119,6 +128,8 @@ class Connection:
         self._idle = TrioSingleTask()
         self._waiting: Literal["request", "headers", "nothing"] = "request"
         self._idle_since_s = trio.current_time()
+        self._heard_s = self._idle_since_s
+        self._protocol: _PlainProtocol
 
     @property
     def via(self) -> str | None:
@@ -127,8 +138,14 @@ class Connection:
 
     @property
     def idle_since_s(self) -> float | None:
-        """Since when it is between two requests, or before its first is whole, so that ending it loses no reply."""
-        return None if self._waiting == "nothing" else self._idle_since_s
+        """Since when it is between two requests, or before one is whole, so that ending it loses no reply.
+
+        A request whose body still comes has been idle since the last of its bytes: whoever sends drop by drop gives
+        way to everybody who does not.
+        """
+        if self._waiting != "nothing":
+            return self._idle_since_s
+        return self._heard_s if self._protocol.connection.their_state is h11.SEND_BODY else None
 
     async def run(self) -> None:
         """Returns when the connection is over; no failure of one client gets out."""
@@ -192,6 +209,7 @@ class Connection:
     async def _receive(self, sink: trio.MemorySendChannel[bytes]) -> None:
         with sink, suppress(trio.ClosedResourceError, trio.BrokenResourceError):
             while data := await self._stream.receive_some(RECEIVE_BYTES):
+                self._heard_s = trio.current_time()
                 await sink.send(bytes(data))
         await self._protocol.handle(Closed())
 
@@ -244,14 +262,19 @@ class Connection:
     async def _end(self) -> None:
         with (
             trio.move_on_after(self._limits.write_s),
-            suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError),
+            suppress(trio.BrokenResourceError, trio.ClosedResourceError),
         ):
+            await self._send_end()
+        self.abort()
+        await self._protocol.handle(Closed())
+
+    async def _send_end(self) -> None:
+        """Behind what is being written, and never beside it."""
+        async with self._writing:
             if self._tls is None:
                 await self._client.stream.send_eof()
             else:
                 await self._tls.aclose()  # TLS has no half close; its own end mark tells a cut from an end
-        self.abort()
-        await self._protocol.handle(Closed())
 
     async def _idle_timeout(self) -> None:
         with trio.move_on_after(self._config.keep_alive_timeout):

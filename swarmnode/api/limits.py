@@ -18,9 +18,13 @@ class ApiLimits:
     connections: int = 512
     """Open at once: half of the 1,024 descriptors that a process usually may have. Beyond it the connection that has
     been idle longest makes room for a new one, so whoever opens thousands drives out his own."""
+    link_connections: int = 256
+    """Of those: calls that other nodes forward, all together, so that the port's own clients always have as many."""
     node_connections: int = 128
     """Of those: calls that one other node forwards. It never has more under way, and a member of the swarm that went
     wrong must leave room for the others."""
+    local_connections: int = 16
+    """Kept free for callers on this machine: whoever takes all the other places can still be removed, by hand."""
     handshake_s: float = 10.0
     """TLS needs two round trips and a signature; whoever takes longer only holds a socket."""
     header_s: float = 10.0

@@ -101,7 +101,7 @@ class ApiServer:
     async def serve(self, client: Client, tls: ssl.SSLContext | None = None) -> None:
         """One client, until it or this server ends."""
         connection = Connection(self._app, self._config, self._context, client, tls, self._limits)
-        if not self._has_share(client.via) or not self._make_room():
+        if not self._make_room(client):
             log.warning("refused a connection%s: too many are open", f" through {client.via}" if client.via else "")
             connection.abort()
             return
@@ -113,15 +113,23 @@ class ApiServer:
             if not self._connections:
                 self._none_left.set()
 
-    def _has_share(self, via: str | None) -> bool:
-        """Whether a node has fewer calls under way than one may."""
-        return via is None or sum(one.via == via for one in self._connections) < self._limits.node_connections
+    def _make_room(self, client: Client) -> bool:
+        """Whether one more connection may be open, of all that share its bound; each bound has its own idle ones."""
+        limits, every = self._limits, tuple(self._connections)
+        if client.via is None:
+            most = limits.connections - (0 if client.local else limits.local_connections)
+            return _has_room(every, most) or self._end_longest_idle(every)
+        linked = tuple(one for one in every if one.via is not None)
+        theirs = tuple(one for one in linked if one.via == client.via)
+        shares = ((theirs, limits.node_connections), (linked, limits.link_connections))
+        crowded = next((ones for ones, most in shares if not _has_room(ones, most)), None)
+        if crowded is not None:
+            return self._end_longest_idle(crowded)
+        return _has_room(every, limits.connections - limits.local_connections) or self._end_longest_idle(every)
 
-    def _make_room(self) -> bool:
-        """Whether one more connection may be open; the one that has been idle longest is ended for it."""
-        if len(self._connections) < self._limits.connections:
-            return True
-        idle = [(since_s, one) for one in self._connections if (since_s := one.idle_since_s) is not None]
+    def _end_longest_idle(self, among: Sequence[Connection]) -> bool:
+        """End the one that has been idle longest, for a new one; False where all are busy."""
+        idle = [(since_s, one) for one in among if (since_s := one.idle_since_s) is not None]
         if not idle:
             return False
         _, longest = min(idle, key=itemgetter(0))
@@ -139,3 +147,7 @@ class ApiServer:
                 await self._none_left.wait()
         for connection in self._connections:
             connection.abort()
+
+
+def _has_room(connections: Sequence[Connection], most: int) -> bool:
+    return len(connections) < most
