@@ -191,6 +191,42 @@ def test_infer_interrupted_frees_the_session(swarm: Swarm) -> None:
     wait_until(lambda: swarm.quiet(MODEL), "the session is freed")
 
 
+# bench
+
+
+@pytest.mark.usefixtures("loaded")
+def test_bench_measures_the_loaded_model(swarm: Swarm) -> None:
+    asked = ["--users", "1,3", "--prompt-tokens", 150, "--output-tokens", 12, "--rounds", 1]
+    done = swarmnode("bench", *asked, "--json", "--api", swarm.local.api)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert (report["model"], [row["users"] for row in report["rows"]]) == (MODEL, [1, 3])
+    for row in report["rows"]:
+        assert (row["replies"], row["output_tokens"], row["cached_tokens"]) == (row["users"], 12, 0)
+        assert abs(row["prompt_tokens"] - 150) <= 8
+        assert row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
+        assert row["itl_ms"]["p99"] >= row["itl_ms"]["p50"] > 0
+        assert list(row["stage_ms"]) == ["stage0", "stage1"]
+        assert row["tokens_per_s"] > 0
+    repeated = swarmnode(
+        "bench", MODEL, "--users", 1, "--output-tokens", 4, "--repeat-prompt", "--api", swarm.local.api
+    )
+    assert repeated.returncode == 0, repeated.stderr
+    for part in ("TTFT p50", "STAGE1 ms", "route direct", "came from memory", "TTFT: from sending"):
+        assert part in repeated.stdout
+    assert "1 user: warming up" in repeated.stderr
+    wait_until(lambda: swarm.quiet(MODEL), "nothing of it is left")
+
+
+def test_bench_that_cannot_work_says_what_to_do(swarm: Swarm) -> None:
+    assert "model-load ID --wait" in refusal(swarm, "bench", code=ERROR)
+    assert "1,4,8" in refusal(swarm, "bench", "--users", "some")
+    swarm.load(MODEL)
+    assert f"served are: {MODEL}" in refusal(swarm, "bench", "nothing", "--json", code=ERROR)
+    assert "SWARM_SERVE_IN_FLIGHT" in refusal(swarm, "bench", "--users", 24, "--json", code=ERROR)
+    wait_until(lambda: swarm.quiet(MODEL), "what was being answered has ended")
+
+
 # ps and config
 
 
