@@ -23,6 +23,17 @@ ROLES = ("coordinator", "peer")
 COORDINATOR_SWARM = "127.0.0.1:7700"
 API_LISTEN = "127.0.0.1:7701"
 
+AdvertiseOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--advertise",
+        help="HOST:PORT others should dial instead, as seen from outside; repeat it, and they take the fastest.",
+    ),
+]
+AdvertiseApiOption = Annotated[
+    str | None, typer.Option("--advertise-api", help="URL of the API port, for peers that reach nothing else.")
+]
+
 UP_HELP = """Run this machine's node until Ctrl-C.
 
 Examples:
@@ -54,16 +65,8 @@ def up(
         str | None,
         typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{COORDINATOR_SWARM}; peers: any port]"),
     ] = None,
-    advertise: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--advertise",
-            help="HOST:PORT others should dial instead, as seen from outside; repeat it, the fastest is taken.",
-        ),
-    ] = None,
-    advertise_api: Annotated[
-        str | None, typer.Option("--advertise-api", help="URL of the API port, for peers that reach nothing else.")
-    ] = None,
+    advertise: AdvertiseOption = None,
+    advertise_api: AdvertiseApiOption = None,
     api_listen: Annotated[
         str | None, typer.Option("--api-listen", help=f"HOST:PORT of the OpenAI endpoint. [{API_LISTEN}]")
     ] = None,

@@ -92,8 +92,9 @@ class LaneOut:
         while True:
             try:
                 async with dial() as dialed:
+                    first = self._other is None
                     missing = self._log.since(await self._meet(dialed))
-                    if lost_s is None:
+                    if first:
                         task_status.started()
                     lost_s = None
                     await self._send_all(dialed.up, missing, see_better)
@@ -235,6 +236,7 @@ class LaneIn:
             with trio.CancelScope() as self._serving:
                 await self._receive(channel)
         except LinkBroken:
+            channel.abort()  # where it was this end that found something missing, the sender has to hear of it
             with trio.move_on_after(RESUME_S + LATE_S):
                 await self._newer_than(number)
             if self._links == number:

@@ -25,6 +25,11 @@ def count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
+def measured(value: float | None, unit: str) -> str:
+    """`12.3 ms`; a dash where nothing was measured yet."""
+    return "-" if value is None else f"{value:,.1f} {unit}"
+
+
 def parameters(number: int | None) -> str:
     """`135M`, `14.8B`."""
     if number is None:

@@ -73,6 +73,8 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
         parts.append(_stages_table(stages))
         if status.get("state") != "ready":
             parts.append(_coverage(stages))
+        if any(stage.get("links") for stage in stages):
+            parts.append(_links_table(stages))
     if status.get("notice"):
         parts.append(Text(str(status["notice"]), style="yellow"))
     error = status.get("error")
@@ -82,7 +84,9 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
 
 
 def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
-    table = FittedTable("NODE", "STATE", "ROLES", ">MEMORY", ">STAGES", "ADDRESS?", "DEVICE?", ">SILENT?", ">THREADS?")
+    table = FittedTable(
+        "NODE", "STATE", "ROLES", ">MEMORY", ">STAGES", "ADDRESS?", "DEVICE?", ">SILENT?", ">THREADS?", "ROUTE?"
+    )
     coordinator = answer.get("coordinator")
     peers = answer.get("peers") or []
     alone = coordinator and all(peer.get("node") != coordinator.get("node") for peer in peers)
@@ -100,6 +104,7 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
             literal(node.get("device")),
             "-" if silence_s is None else f"{silence_s:.1f} s",
             "auto" if node.get("threads") == 0 else quantities.count(node.get("threads")),
+            literal(node.get("route")),
         )
     return table
 
@@ -154,6 +159,38 @@ def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
             literal(stage.get("device")),
             quantities.count(stage.get("threads")),
         )
+    return table
+
+
+def _links_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
+    """What each stage sends on: how it travels, what was measured, what it carried, and of that through the relay (both
+    ways, as ciphertext)."""
+    table = FittedTable(
+        ">STAGE",
+        "LANE",
+        "ROUTE",
+        ">ROUND TRIP",
+        ">BANDWIDTH",
+        ">FRAMES?",
+        ">SENT?",
+        "ZSTD?",
+        ">RELAYED?",
+        ">IN FRAMES?",
+    )
+    for stage in stages:
+        for link in stage.get("links") or []:
+            table.add_row(
+                quantities.count(stage.get("stage")),
+                literal(link.get("lane")),
+                literal(link.get("route") or None),
+                quantities.measured(link.get("round_trip_ms"), "ms"),
+                quantities.measured(link.get("mbit_per_s"), "Mbit/s"),
+                quantities.count(link.get("frames")),
+                quantities.size(link.get("bytes")),
+                "yes" if link.get("compressed") else "no",
+                quantities.size(link.get("relayed_bytes")),
+                quantities.count(link.get("relayed_frames")),
+            )
     return table
 
 

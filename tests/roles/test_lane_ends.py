@@ -12,7 +12,7 @@ import trio.testing
 
 from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId, RingId
-from swarmnode.roles.lane_ends import LATE_S, RESUME_S, LaneClosed, LaneIn, LaneOut
+from swarmnode.roles.lane_ends import BETTER_S, LATE_S, RESUME_S, SIGN_S, SILENCE_S, LaneClosed, LaneIn, LaneOut
 from swarmnode.wire.compression import ZIP_KEY
 from swarmnode.wire.dialing import Dialed, Way
 from swarmnode.wire.frames import Frame
@@ -38,6 +38,8 @@ class Road:
         self.inside = self._new_end()
         self.dials = 0
         self.up = True
+        self.route, self.far_route = "direct", "direct"
+        self.better = False
         self.refusal: Exception | None = None
         self.ended: list[BaseException] = []
         self.near: MemoryChannel | None = None
@@ -56,9 +58,15 @@ class Road:
 
     async def _keep(self, *, task_status: trio.TaskStatus[None]) -> None:
         try:
-            await self.out.keep(self.dial, task_status=task_status)
+            await self.out.keep(self.dial, self.see_better, task_status=task_status)
         except (LinkBroken, ProtocolError) as error:
             self.ended.append(error)
+
+    async def see_better(self, route: str) -> bool:
+        """Whether the direct way is open."""
+        assert route == self.route
+        await trio.sleep(2 * self._latency_s)
+        return self.better
 
     @asynccontextmanager
     async def dial(self) -> AsyncIterator[Dialed[Channel]]:
@@ -69,11 +77,13 @@ class Road:
         if not self.up or self._nursery is None:
             raise LinkBroken("nobody answers")
         near, far = memory_pair("steps", self._latency_s)
+        self.route = "direct" if self.better else self.route
+        near.route, far.route = self.route, self.far_route
         near.welcome = Welcome(1, Identity(NodeId("b"), self.boot, "b"))
         self._nursery.start_soon(self._serve, far)
         self.near = near
         async with near:
-            yield Dialed(Way("direct", self.dial), near, 0.0)
+            yield Dialed(Way(self.route, self.dial), near, 0.0)
 
     async def _serve(self, far: Channel) -> None:
         try:
@@ -215,3 +225,117 @@ async def test_the_link_is_measured_and_compressed_only_when_it_is_slow(autojump
                 road.out.post(end(number))
                 await trio.sleep(1)
             assert road.out.snapshot()["round_trip_ms"] == pytest.approx(100)
+
+
+# -- signs of life
+
+
+async def test_an_idle_lane_gives_signs_and_stays(autojump_clock: object) -> None:
+    road = Road()
+    async with road.running():
+        await trio.sleep(600)
+        assert (road.dials, road.ended) == (1, [])
+
+
+@pytest.mark.parametrize("away", ["frames", "answers", "both"])
+async def test_a_way_on_which_all_vanishes_is_noticed_at_both_ends(away: str, autojump_clock: object) -> None:
+    """The link is dialed again, and nothing is lost."""
+    road = Road()
+    async with road.running():
+        await trio.sleep(1)
+        lost_s, near = trio.current_time(), road.near
+        assert near is not None
+        assert near.other is not None
+        if away != "answers":
+            swallow(near)
+        if away != "frames":
+            swallow(near.other)
+        road.out.post(end(0))
+        await trio.sleep(SILENCE_S - SIGN_S - 1)
+        assert road.dials == 1
+        await trio.sleep_until(lost_s + 20)
+        assert road.dials == 2
+        assert road.numbers == [0]
+        await trio.sleep(60)
+        assert (road.dials, road.ended) == (2, [])
+
+
+async def test_a_receiver_without_signs_gives_up_by_itself(autojump_clock: object) -> None:
+    near, far = memory_pair("steps")
+    inside = LaneIn(RING, "act", EPOCH, 7, lambda _: None)
+    with pytest.raises(LinkBroken, match="nothing came"):
+        await inside.serve(far)
+    assert trio.current_time() < 20 + RESUME_S + LATE_S
+    assert (await near.receive()).kind == "lane_at"
+
+
+async def test_the_last_frame_is_missed_by_the_next_sign(autojump_clock: object) -> None:
+    road = Road()
+    async with road.running():
+        await trio.sleep(1)
+        assert road.near is not None
+        swallow(road.near, frames=1)
+        road.out.post(end(0))
+        await trio.sleep(SIGN_S + 1)
+        assert (road.numbers, road.dials) == ([0], 2)
+
+
+def swallow(channel: MemoryChannel, frames: int = 1 << 30) -> None:
+    """The next frames that are sent on it never arrive."""
+    put, left = channel._put, [frames]
+
+    def gone(frame: Frame) -> None:
+        if left[0]:
+            left[0] -= 1
+        else:
+            put(frame)
+
+    channel._put = gone  # type: ignore[method-assign]
+
+
+async def test_signs_say_nothing_of_the_links_round_trip(autojump_clock: object) -> None:
+    road = Road(latency_s=0.05)
+    async with road.running():
+        await trio.sleep(1)
+        for number in range(20):
+            road.out.post(end(number))
+            road.out.post(end(number))  # not asked about: what acknowledges it is a sign
+            await trio.sleep(20)
+        assert road.out.empty
+        assert road.out.snapshot()["round_trip_ms"] == pytest.approx(100)
+
+
+# -- routes
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "route"),
+    [("direct", "direct", "direct"), ("relayed", "polled", "polled"), ("polled", "relayed", "polled")],
+)
+async def test_a_lanes_route_is_the_worst_of_its_legs(near: str, far: str, route: str, autojump_clock: object) -> None:
+    road = Road()
+    road.route, road.far_route = near, far
+    async with road.running():
+        assert road.out.snapshot()["route"] == route
+
+
+async def test_a_lane_changes_to_a_better_way_when_nothing_is_under_way(autojump_clock: object) -> None:
+    road = Road(latency_s=0.5)
+    road.route = "polled"
+    async with road.running():
+        await trio.sleep(3 * BETTER_S)
+        assert road.dials == 1, "no way is better"
+        road.better = True
+        for number in range(300):
+            road.out.post(end(number))  # before the last one can be acknowledged
+            await trio.sleep(0.3)
+        assert road.dials == 1
+        await trio.sleep(BETTER_S + 10)
+        assert road.dials == 2
+        assert road.out.snapshot()["route"] == "direct"
+        await trio.sleep(3 * BETTER_S)
+        assert road.dials == 2, "there is nothing better than direct"
+        road.out.post(end(1000))
+        await trio.sleep(2)
+        assert road.numbers[-1] == 1000
+        assert road.ended == []

@@ -11,6 +11,7 @@ import trio
 from credentials import Node, Swarm
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from toxics import toxic_proxy
 
 from swarmnode.api.exchange import ExchangeMiddleware
 from swarmnode.api.limits import DEFAULT_LIMITS
@@ -48,6 +49,7 @@ class Neighbourhood:
         self.transport = DirectTransport(self.coordinator.tls())
         self.links = PolledLinks(self.transport.accept)
         self.relay = Relay(self._tell, Traffic())
+        self.routes: list[str] = []
         self._cellar_roads: Roads | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -69,7 +71,7 @@ class Neighbourhood:
             await nursery.start(self.links.run)
             await nursery.start(serve_api, app, listeners)
             transport = DirectTransport(self.cellar.tls())
-            self.cellar_address = await nursery.start(transport.listen, ANYWHERE, echo, self.cellar.identity)
+            self.cellar_address = await nursery.start(transport.listen, ANYWHERE, self._hear, self.cellar.identity)
             self._cellar_roads = self.roads(self.cellar, cellar_routes, transport=transport)
             yield
             nursery.cancel_scope.cancel()
@@ -83,6 +85,11 @@ class Neighbourhood:
             await self.relay.serve(hello, channel)
         else:
             await echo(kind, hello, channel)
+
+    async def _hear(self, kind: str, hello: Hello, channel: Channel) -> None:
+        """At the cellar."""
+        self.routes.append(channel.route)
+        await echo(kind, hello, channel)
 
     def _tell(self, node: NodeId, frame: Frame) -> bool:
         if node != self.cellar.node or self._nursery is None or self._cellar_roads is None:
@@ -179,3 +186,56 @@ async def test_every_road_that_failed_is_named(home: Neighbourhood, nowhere: Add
         with pytest.raises(LinkBroken, match=r"direct .* cannot connect .*; relayed .* is not connected"):
             async with roads.to_peer(stranger, [nowhere], "steps", LinkOptions(LANE)):
                 pass
+
+
+# -- better roads, while a worse one is in use
+
+
+@pytest.mark.parametrize(
+    ("reachable", "routes", "now", "better"),
+    [
+        pytest.param(True, ROUTES, "relayed", True, id="its port is open again"),
+        pytest.param(False, ROUTES, "relayed", False, id="it is not"),
+        pytest.param(True, ROUTES, "direct", False, id="nothing is better"),
+        pytest.param(False, ROUTES, "polled", True, id="the coordinator's port is open again"),
+        pytest.param(False, ("relayed", "polled"), "polled", False, id="relayed, but in requests"),
+    ],
+)
+async def test_a_better_road_to_a_peer_is_seen(
+    home: Neighbourhood, nowhere: Address, reachable: bool, routes: Sequence[str], now: str, better: bool
+) -> None:
+    async with home.running():
+        addresses = [home.cellar_address if reachable else nowhere]
+        assert await home.roads(home.attic, routes).better_to_peer(home.cellar.node, addresses, "steps", now) is better
+
+
+async def test_a_better_road_to_the_coordinator_is_seen(home: Neighbourhood, nowhere: Address) -> None:
+    async with home.running():
+        roads = home.roads(home.attic, ROUTES)
+        roads.places = (home.url,)  # it came by this one
+        assert not await roads.better_to_coordinator([nowhere, home.url], "polled")
+        assert await roads.better_to_coordinator([home.address, home.url], "polled")
+        assert not await roads.better_to_coordinator([home.address, home.url], "direct")
+
+
+async def test_of_several_addresses_the_fastest_is_taken(home: Neighbourhood) -> None:
+    """Whatever their order."""
+    async with home.running():
+        with toxic_proxy((home.cellar_address.host, home.cellar_address.port)) as slow:
+            slow.there.latency_s = slow.back.latency_s = 0.05
+            far, options = Address(*slow.address), LinkOptions(LANE, node=home.cellar.node)
+            for addresses in ([far, home.cellar_address], [home.cellar_address, far]):
+                roads = home.roads(home.attic, ROUTES)
+                async with roads.to_peer(home.cellar.node, addresses, "steps", options) as dialed:
+                    assert dialed.way.name == str(home.cellar_address)
+        assert slow.there.effects.delayed_chunks
+
+
+async def test_each_end_knows_the_route_of_its_own_leg(home: Neighbourhood, nowhere: Address) -> None:
+    async with home.running(cellar_routes=("relayed", "polled")):
+        roads, options = home.roads(home.attic, ROUTES), LinkOptions(LANE, node=home.cellar.node)
+        async with roads.to_peer(home.cellar.node, [nowhere], "steps", options) as dialed:
+            assert dialed.up.route == "relayed"
+            assert home.routes[-1] == "polled"
+        async with roads.to_peer(home.cellar.node, [home.cellar_address], "steps", options) as dialed:
+            assert (dialed.up.route, home.routes[-1]) == ("direct", "direct")

@@ -73,6 +73,7 @@ NODES = {
             "roles": ["peer"],
             "state": "alive",
             "address": "127.0.0.1:7702",
+            "route": "polled",
             "silence_s": 0.42,
             "memory_bytes": 6 << 30,
             "device": "cpu",
@@ -117,13 +118,24 @@ def test_no_models() -> None:
 def test_ps() -> None:
     text = shown(ps_view(NODES))
     rows = [line.split() for line in text.splitlines()]
-    assert ["desk", "alive", "coordinator", "-", "-", "-", "-", "-", "-"] in rows
-    assert ["pc-1", "alive", "peer", "6.0", "GiB", "1", "127.0.0.1:7702", "cpu", "0.4", "s", "2"] in rows
-    assert ["n2", "suspect", "-", "-", "-", "-", "-", "3.0", "s", "-"] in rows
+    assert ["desk", "alive", "coordinator", "-", "-", "-", "-", "-", "-", "-"] in rows
+    assert ["pc-1", "alive", "peer", "6.0", "GiB", "1", "127.0.0.1:7702", "cpu", "0.4", "s", "2", "polled"] in rows
+    assert ["n2", "suspect", "-", "-", "-", "-", "-", "3.0", "s", "-", "-"] in rows
     assert ["0", "pc-1", "0-14", "ready", "2", "150", "MiB", "1,234", "3.0", "MiB", "cpu", "2"] in rows
     assert ["1", "pc-2", "15-29", "fetching", "43%", "0", "148", "MiB", "0", "0", "B", "-", "-"] in rows
     assert ["layers", "#" * 15 + "." * 15] in rows
     assert "smollm2-135m-instruct loading  bfloat16 · 3 requests · 2 running, 1 waiting · KV 1,500 of 8,192" in text
+
+
+def test_each_lane_says_how_it_travels() -> None:
+    act = {"lane": "act", "route": "polled", "round_trip_ms": 41.25, "mbit_per_s": 9.5, "compressed": True}
+    act |= {"frames": 1200, "bytes": 3 << 20, "relayed_frames": 2400, "relayed_bytes": 4 << 20}
+    pre = {"lane": "pre", "route": "direct", "round_trip_ms": None, "mbit_per_s": None, "compressed": False}
+    ready = {**RING, "state": "ready", "stages": [{**STAGES[0], "links": [act, pre]}, {**STAGES[1], "links": []}]}
+    rows = [line.split() for line in shown(status_view(ready)).splitlines()]
+    polled = ["0", "act", "polled", "41.2", "ms", "9.5", "Mbit/s", "1,200", "3.0", "MiB", "yes", "4.0", "MiB", "2,400"]
+    assert polled in rows
+    assert ["0", "pre", "direct", "-", "-", "-", "-", "no", "-", "-"] in rows
 
 
 def test_memory_of_a_ring_as_planned_measured_parked_and_paused() -> None:
@@ -140,7 +152,7 @@ def test_memory_of_a_ring_as_planned_measured_parked_and_paused() -> None:
 def test_a_peer_that_was_told_nothing_says_auto() -> None:
     peer = {"node": "n1", "name": "pc-1", "roles": ["peer"], "state": "alive", "device": "auto", "threads": 0}
     rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": [peer], "rings": []})).splitlines()]
-    assert ["pc-1", "alive", "peer", "-", "-", "-", "auto", "-", "auto"] in rows
+    assert ["pc-1", "alive", "peer", "-", "-", "-", "auto", "-", "auto", "-"] in rows
 
 
 @pytest.mark.parametrize("width", [80, 60])
