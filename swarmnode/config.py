@@ -162,6 +162,20 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("auto", "grouped", "sdpa"),
     ),
     Variable(
+        "SWARM_MAX_LOADED_MODELS",
+        "1",
+        "coordinator",
+        "models a peer holds stages of at once; a load beyond it takes the oldest idle model's place",
+        _at_least(1),
+    ),
+    Variable(
+        "SWARM_MODEL_IDLE_UNLOAD_S",
+        "900",
+        "coordinator",
+        "seconds without a reply after which a model is unloaded (0: never)",
+        _at_least(0),
+    ),
+    Variable(
         "SWARM_REQUIRE_API_TOKEN",
         "0",
         "coordinator",
@@ -208,6 +222,8 @@ class Settings:
     link_routes: tuple[str, ...]
     prefill_chunk: int
     step_costs: bool
+    max_loaded_models: int
+    model_idle_unload_s: int
     require_api_token: bool
     api_tokens_file: Path
 
@@ -235,6 +251,8 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         link_routes=_as(tuple, values.get("SWARM_LINK_ROUTES"), ("direct", "relayed", "polled")),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
         step_costs=_as(bool, values.get("SWARM_SERVE_STEP_COSTS"), False),
+        max_loaded_models=_as(int, values.get("SWARM_MAX_LOADED_MODELS"), 1),
+        model_idle_unload_s=_as(int, values.get("SWARM_MODEL_IDLE_UNLOAD_S"), 900),
         require_api_token=_as(bool, values.get("SWARM_REQUIRE_API_TOKEN"), False),
         api_tokens_file=_as(Path, values.get("SWARM_API_TOKENS_FILE"), base / "api_tokens.json"),
     )
