@@ -97,13 +97,18 @@ class CostModel:
         self._transfer_ms: deque[float] = deque(maxlen=ROAD_WINDOW)
 
     def start(self, stage: int, costs: StageCosts) -> None:
-        """Begin with what a stage measured at load."""
+        """Begin with what a stage measured at load; real steps that were seen before still say more."""
         self._groups[stage].start(costs.group_ms)
         self._pieces[stage].start(costs.piece_ms)
 
     def observe_road(self, ms: float) -> None:
         """A small message went round in `ms`, without compute and queues."""
         self._road_ms.append(max(0.0, ms))
+
+    def forget_links(self) -> None:
+        """The ring's links are gone; those that take their place may be slower or faster."""
+        self._road_ms.clear()
+        self._transfer_ms.clear()
 
     def observe_group(self, rows: int, compute_ms: Sequence[float], rest_ms: float) -> None:
         """A group came back; `rest_ms` is its wall time without waiting behind other work: compute and road."""

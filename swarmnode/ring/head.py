@@ -362,6 +362,7 @@ class Head:
             for session in list(self._sessions.values()):
                 self._refuse(session, "stage_lost", f"{why}; {RELINKING}", now)
             self._caches.lose(now)
+            self.costs.forget_links()
         self._outgoing.clear()
 
     # probes and resets

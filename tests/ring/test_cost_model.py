@@ -75,6 +75,22 @@ def test_the_model_splits_a_steps_time_into_compute_and_road() -> None:
     assert model.transfer_ms == 2.0
 
 
+def test_new_links_are_measured_anew_and_what_steps_cost_stays_known() -> None:
+    """A ring that is linked anew hears the costs measured at load once more: they take nothing back."""
+    model = CostModel(1)
+    model.start(0, StageCosts({1: 10.0, 4: 40.0}, {64: 100.0}))
+    for _ in range(2):
+        model.observe_group(4, (20.0,), 70.0)
+        model.observe_piece(64, (90.0,), 90.0 + 50.0 + 64.0)
+    assert (model.road_ms, model.transfer_ms) == (50.0, 1.0)
+    model.forget_links()
+    model.start(0, StageCosts({1: 10.0, 4: 40.0}, {64: 100.0}))
+    assert (model.road_ms, model.transfer_ms) == (0.0, 0.0)
+    assert (model.group_ms(4), model.group_ms(1), model.piece_ms(64)) == ([20.0], [5.0], [90.0])
+    model.observe_road(8.0)
+    assert model.road_ms == 8.0
+
+
 def test_pieces_of_a_stage_that_was_never_seen_are_unknown() -> None:
     model = CostModel(2)
     model.start(0, StageCosts({1: 10.0}, {64: 100.0}))

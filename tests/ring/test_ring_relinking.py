@@ -76,6 +76,21 @@ def test_everything_ends_once_and_what_was_parked_goes_on_after_the_reset(num_st
     world.check_the_end()
 
 
+def test_new_links_are_measured_anew_and_what_steps_cost_stays_known() -> None:
+    world = ring(2)
+    chat(world, "first", SYSTEM, 20)
+    costs = world.head.costs
+    steps_ms, pieces_ms = costs.group_ms(1), costs.piece_ms(16)
+    assert costs.road_ms < 100
+    assert min(steps_ms) > 0
+    world.lose_link(0)
+    world.links[:] = [Link(0.2), Link(0.1)]
+    world.relink()
+    world.run_until_quiet()
+    assert costs.road_ms == pytest.approx(300)
+    assert (costs.group_ms(1), costs.piece_ms(16)) == (steps_ms, pieces_ms)
+
+
 def test_nothing_but_the_reset_is_sent_until_it_is_back_and_only_then_is_it_probed() -> None:
     world = ring(3)
     chat(world, "first", SYSTEM)

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from sims.__main__ import main
+from sims.engines import StageTable
+from sims.ring import RingSpec, links_of
 from sims.scenarios import chats, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios.decode import bound_of, steady
 from sims.scenarios.two_pcs import TwoPcs
 
 SAME = 1e-3
@@ -49,6 +52,24 @@ def test_costs_that_jump_between_the_measured_rows_are_found_out() -> None:
     report = two_pcs.run(TwoPcs(split_rows=False))
     assert report["ratio"] >= 0.98
     assert report["tokens_per_s"] > 2 * two_pcs.run(TwoPcs(split_rows=False, schedule="source"))["tokens_per_s"]
+
+
+STAIRCASE = {1: 100.0, 2: 240.0, 3: 320.0, 4: 160.0, 5: 170.0, 6: 170.0, 7: 190.0, 8: 190.0}
+"""A float32 matmul on a CPU, by rows: up to three rows go one by one, from four on they share a kernel."""
+DEAR_THREE = {1: 200.0, 2: 240.0, 3: 400.0, 4: 250.0, 8: 260.0}
+"""A line from 2 to 4 makes two groups of three the best plan for six users; really they take 800 ms, not 490."""
+
+
+@pytest.mark.parametrize(
+    ("costs", "users", "rtt_ms"),
+    [(STAIRCASE, 3, 20), (STAIRCASE, 4, 20), (STAIRCASE, 8, 20), (DEAR_THREE, 3, 0), (DEAR_THREE, 6, 0)],
+)
+def test_a_staircase_of_costs_invents_no_cheap_three_and_hides_no_four(
+    costs: dict[int, float], users: int, rtt_ms: float
+) -> None:
+    """Load measures 1, 2, 4 and 8 rows; what lies between is found out by running it."""
+    spec = RingSpec((StageTable(costs),) * 2, links_of(2, rtt_ms))
+    assert steady(spec.build(), users, bound_of(spec, users))["ratio"] >= 0.98
 
 
 def test_a_cap_on_groups_holds_for_both_schedules() -> None:
