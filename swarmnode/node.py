@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import logging
+import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,6 +21,7 @@ import trio
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
+from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.cluster.placement import CPU_CAPABILITIES, RING_CAPABILITIES
 from swarmnode.cluster.quantization import SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
@@ -146,7 +149,8 @@ class _Node:
             if authority is not None:
                 state = SwarmState(self._settings.data_dir / STATE_FILE)
                 also = () if self._options.advertise_api is None else (str(self._options.advertise_api),)
-                enrolment = Enrolment(authority, state, tls, (*context.identity.listen, *also))
+                me = NodeRecord(identity.node, identity.name, math.inf)
+                enrolment = Enrolment(authority, state, tls, (*context.identity.listen, *also), keeper=me)
                 nursery.start_soon(keep_certified, authority, kept, self._options.roles, tls)
                 polled = PolledLinks(transport.accept)
                 await nursery.start(polled.run)
@@ -296,10 +300,16 @@ def _identity(options: NodeOptions, node: NodeId) -> Identity:
     return Identity(
         node=node,
         boot=BootId(uuid.uuid4().hex),
-        name=options.name or f"{os.uname().nodename.split('.')[0]}-{node[:4]}",
+        name=options.name or _host_name(os.uname().nodename, node),
         roles=options.roles,
         capabilities=_capabilities(options),
     )
+
+
+def _host_name(host: str, node: NodeId) -> str:
+    """A name that every host's gives, whatever it holds."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "", host.split(".")[0])[:48].strip("_-")
+    return f"{plain or 'node'}-{node[:4]}"
 
 
 def _capabilities(options: NodeOptions) -> tuple[str, ...]:

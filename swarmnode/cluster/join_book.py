@@ -31,12 +31,13 @@ REFUSED = "the join token is unknown, used up or expired; make a new one with `s
 
 @dataclass(frozen=True, slots=True)
 class JoinRecord:
-    """`secret_sha256` in hex; times are Unix seconds."""
+    """`secret_sha256` in hex; times are Unix seconds. `nodes` are those that it let in."""
 
     id: str
     secret_sha256: str
     expires_s: float
     uses_left: int
+    nodes: tuple[str, ...] = ()
 
     def open(self, now: float) -> bool:
         return self.uses_left > 0 and now < self.expires_s
@@ -65,24 +66,46 @@ class JoinBook:
         self._records[record.id] = record
         return record
 
-    def redeem(self, token_id: bytes, secret: bytes, now: float) -> None:
-        """Take one use; raises JoinRefused, with the same words and the same work, for every failure."""
+    def redeem(self, token_id: bytes, secret: bytes, node: str, now: float) -> None:
+        """Take one use; raises JoinRefused, with the same words and the same work, for every failure.
+
+        A node that was let in by it may ask again while it lasts, at no use: the answer may have been lost.
+        """
         record = self._records.get(token_id.hex(), _NOBODY)
         same = hmac.compare_digest(record.secret_sha256, _sha256(secret))
-        if not (same & record.open(now)):
+        again = node in record.nodes and now < record.expires_s
+        if not (same & (again or record.open(now))):
             raise JoinRefused(REFUSED)
-        self._records[record.id] = replace(record, uses_left=record.uses_left - 1)
+        if not again:
+            nodes = (*record.nodes, node)
+            self._records[record.id] = replace(record, uses_left=record.uses_left - 1, nodes=nodes)
+
+    def withdraw(self, token_id: str) -> JoinRecord:
+        """Make a token useless; raises InvalidRequest for an id that is none."""
+        record = self._records.pop(token_id, None)
+        if record is None:
+            raise InvalidRequest(f"no join token has the id {token_id[:40]!r}; `swarmnode join-tokens` lists them")
+        return record
 
     def prune(self, now: float) -> None:
-        """Forget what can never be used again."""
-        self._records = {record.id: record for record in self._records.values() if record.open(now)}
+        """Forget what has expired; and what is used up, where there is no room."""
+        left = [record for record in self._records.values() if now < record.expires_s]
+        if len(left) >= MAX_RECORDS:
+            left = [record for record in left if record.open(now)]
+        self._records = {record.id: record for record in left}
 
     def records(self) -> tuple[JoinRecord, ...]:
         return tuple(self._records.values())
 
     def as_json(self) -> list[dict[str, Any]]:
         return [
-            {"id": r.id, "secret_sha256": r.secret_sha256, "expires_s": r.expires_s, "uses_left": r.uses_left}
+            {
+                "id": r.id,
+                "secret_sha256": r.secret_sha256,
+                "expires_s": r.expires_s,
+                "uses_left": r.uses_left,
+                "nodes": list(r.nodes),
+            }
             for r in self._records.values()
         ]
 
@@ -91,7 +114,13 @@ class JoinBook:
         """Raises KeyError, TypeError or ValueError for what `as_json` did not write."""
         return cls(
             [
-                JoinRecord(str(r["id"]), _hex(r["secret_sha256"]), float(r["expires_s"]), int(r["uses_left"]))
+                JoinRecord(
+                    str(r["id"]),
+                    _hex(r["secret_sha256"]),
+                    float(r["expires_s"]),
+                    int(r["uses_left"]),
+                    tuple(map(str, r.get("nodes", ()))),
+                )
                 for r in records
             ]
         )

@@ -1,29 +1,32 @@
-"""The nodes that were ever let in: their certificates' serials, and which of them were removed. Pure."""
+"""The nodes that were ever let in: what they are called, how long they are certified, which were removed. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.errors import Conflict, JoinRefused, PeerNotFound
-from swarmnode.ids import NodeId
+from swarmnode.errors import Conflict, InvalidRequest, JoinRefused, PeerNotFound
+from swarmnode.ids import NodeId, parse_node_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-KEPT_SERIALS = 4
-"""Of a node's renewals, the latest: the earlier ones have expired by then."""
+LEAST_ID_CHARS = 4
+"""Of an id that stands for the whole: lists show eight."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """`serials` are those of its certificates, newest last; times are Unix seconds."""
+    """Times are Unix seconds."""
 
     node: NodeId
     name: str
-    serials: tuple[int, ...]
     expires_s: float
     removed_s: float | None = None
+
+    def called_by_id(self, text: str) -> bool:
+        """Whether `text` is its id, or enough of its beginning."""
+        return len(text) >= LEAST_ID_CHARS and self.node.startswith(text)
 
 
 class NodeBook:
@@ -32,27 +35,39 @@ class NodeBook:
     def __init__(self, records: Sequence[NodeRecord] = ()) -> None:
         self._records = {record.node: record for record in records}
 
-    def issued(self, node: NodeId, name: str, serial: int, expires_s: float) -> None:
-        """A certificate was made for `node`. Raises JoinRefused for a removed node, Conflict for a name in use."""
-        self.check(node, name)
-        earlier = self._records.get(node)
-        serials = (*(earlier.serials if earlier else ()), serial)[-KEPT_SERIALS:]
-        self._records[node] = NodeRecord(node, name, serials, expires_s)
+    def issued(self, node: NodeId, name: str, expires_s: float, keeper: NodeRecord | None = None) -> None:
+        """A certificate was made for `node`. Raises what `check` raises."""
+        self.check(node, name, keeper)
+        self._records[node] = NodeRecord(node, name, expires_s)
 
-    def check(self, node: NodeId, name: str) -> None:
-        """Raise what would forbid a certificate for `node` under `name`."""
+    def check(self, node: NodeId, name: str, keeper: NodeRecord | None = None) -> None:
+        """Raise what forbids `node` to be in the swarm under `name`: the one rule, whenever a node says its name.
+
+        `keeper` is the coordinator itself, which is not listed. JoinRefused for a removed node, InvalidRequest for
+        what is no name, Conflict for one that is another's, or that reads like another's id.
+        """
         known = self._records.get(node)
         if known is not None and known.removed_s is not None:
             raise JoinRefused(
                 f"node {node[:8]} ({known.name}) was removed from this swarm, and its key with it; to join as a new "
                 "node, start it with an empty --data-dir"
             )
-        for other in self._records.values():
-            if other.name == name and other.node != node and other.removed_s is None:
+        try:
+            parse_node_name(name)
+        except ValueError as error:
+            raise InvalidRequest(f"{error}; give --name") from None
+        there = [record for record in self._records.values() if record.removed_s is None]
+        for other in [*there, *([] if keeper is None else [keeper])]:
+            if other.node == node:
+                continue
+            if other.name == name:
                 raise Conflict(f"another node is already called {name!r}; give --name, or remove that node first")
+            if other.called_by_id(name):
+                raise Conflict(f"{name!r} is the beginning of another node's id; give --name")
 
-    def renamed(self, node: NodeId, name: str) -> bool:
-        """Note the name a known node goes by now; returns whether that was news."""
+    def renamed(self, node: NodeId, name: str, keeper: NodeRecord | None = None) -> bool:
+        """Note the name a node goes by now; returns whether that was news. Raises what `check` raises."""
+        self.check(node, name, keeper)
         known = self._records.get(node)
         if known is None or known.name == name:
             return False
@@ -60,14 +75,18 @@ class NodeBook:
         return True
 
     def remove(self, name: str, now: float) -> NodeRecord:
-        """Revoke by name or id; raises PeerNotFound that lists the names."""
+        """Revoke by name, id or a unique beginning of it; raises PeerNotFound that lists the names, Conflict where
+        `name` could mean several."""
         members = [record for record in self._records.values() if record.removed_s is None]
-        found = next((r for r in members if r.node == name), None) or next((r for r in members if r.name == name), None)
-        if found is None:
+        found = [r for r in members if r.node == name] or [r for r in members if r.name == name or r.called_by_id(name)]
+        if not found:
             names = ", ".join(sorted(record.name for record in members)) or "none"
             raise PeerNotFound(f"no node is called {name[:120]!r}; there are: {names}")
-        removed = replace(found, removed_s=now)
-        self._records[found.node] = removed
+        if len(found) > 1:
+            which = ", ".join(f"{record.name} ({record.node})" for record in found)
+            raise Conflict(f"{name[:120]!r} could be any of {which}; give the whole id")
+        removed = replace(found[0], removed_s=now)
+        self._records[removed.node] = removed
         return removed
 
     def records(self) -> tuple[NodeRecord, ...]:
@@ -77,15 +96,8 @@ class NodeBook:
         return frozenset(record.node for record in self._records.values() if record.removed_s is not None)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Serials as hex: they have up to 159 bits, more than a JSON number is read as."""
         return [
-            {
-                "node": r.node,
-                "name": r.name,
-                "serials": [f"{serial:x}" for serial in r.serials],
-                "expires_s": r.expires_s,
-                "removed_s": r.removed_s,
-            }
+            {"node": r.node, "name": r.name, "expires_s": r.expires_s, "removed_s": r.removed_s}
             for r in self._records.values()
         ]
 
@@ -97,7 +109,6 @@ class NodeBook:
                 NodeRecord(
                     NodeId(str(r["node"])),
                     str(r["name"]),
-                    tuple(int(serial, 16) for serial in r["serials"]),
                     float(r["expires_s"]),
                     None if r["removed_s"] is None else float(r["removed_s"]),
                 )

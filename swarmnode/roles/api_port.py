@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarmnode.config import Settings
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.polling import PolledLinks
-    from swarmnode.wire.link import Channel, Hello
+    from swarmnode.wire.link import Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ async def _open(options: ApiOptions) -> tuple[list[trio.SocketListener], str]:
     return listeners, f"{'http' if options.certificate is None else 'https'}://{Address(host, port)}"
 
 
-async def serve_linked(server: ApiServer, hello: Hello, channel: Channel) -> None:
-    """Serve a call that another node forwards; who that is, its certificate says."""
+async def serve_linked(server: ApiServer, via: str, channel: Channel) -> None:
+    """Serve a call that the node `via` forwards, as its certificate and the swarm's document call it."""
     stream = ChannelStream(channel)
-    await server.serve(Client(stream, stream.abort, via=hello.identity.name))
+    await server.serve(Client(stream, stream.abort, via=via))
 
 
 def _warnings(options: ApiOptions, *, enforced: bool) -> list[str]:

@@ -66,8 +66,8 @@ class Coordinator:
         self.relay = Relay(self._tell, context.traffic)
         self.polled: PolledLinks | None = None
         """Links of peers that reach only the API port; None while there is none."""
-        self.serve_api: Callable[[Hello, Channel], Awaitable[None]] | None = None
-        """Serves a call that a peer forwards; None while there is no API."""
+        self.serve_api: Callable[[str, Channel], Awaitable[None]] | None = None
+        """Serves a call that the peer of that name forwards; None while there is no API."""
         self._epoch = 0
         self._membership = Membership()
         self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
@@ -175,7 +175,8 @@ class Coordinator:
     async def _serve_api(self, hello: Hello, channel: Channel) -> None:
         if self.serve_api is None:
             raise LinkBroken("the coordinator serves no API")
-        await self.serve_api(hello, channel)
+        known = self.enrolment.name_of(hello.identity.node)  # HELLO could give another's name
+        await self.serve_api(known or hello.identity.node[:8], channel)
 
     async def _serve_control(self, hello: Hello, channel: Channel) -> None:
         outbox = Outbox()
@@ -209,7 +210,6 @@ class Coordinator:
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
         identity = hello.identity
         self._refuse_copy(identity)
-        self._refuse_twin(hello)
         await self.enrolment.note_name(identity.node, identity.name)
         if (old := self.members.get(identity.node)) is not None:
             old.scope.cancel()
@@ -225,7 +225,9 @@ class Coordinator:
                     self._driver.feed(Heard(identity.node, identity.boot))
                     if frame.kind == "renew":
                         body = unpack_body(frame.body)
-                        member.outbox.post(await self.enrolment.renew(identity.node, identity.name, body))
+                        issued = await self.enrolment.renew(identity.node, identity.name, body, channel.certified)
+                        if issued is not None:
+                            member.outbox.post(issued)
                     else:
                         self._take(identity.node, frame)
                 nursery.cancel_scope.cancel()
@@ -241,12 +243,6 @@ class Coordinator:
             f"node {identity.node[:8]} is connected already, as {there.identity.name} from another process; was its "
             "data directory copied? Each machine needs its own: start this one with an empty --data-dir and a token"
         )
-
-    def _refuse_twin(self, hello: Hello) -> None:
-        """Two live nodes of one name cannot be told apart by people."""
-        for other in self.members.values():
-            if other.identity.name == hello.identity.name and other.node != hello.identity.node:
-                raise ProtocolError(f"another node is already called {hello.identity.name!r}; give --name")
 
     def _drop(self, member: Member) -> None:
         if self.members.get(member.node) is member:

@@ -12,7 +12,6 @@ import trio
 from swarmnode.cluster.join_book import AttemptBudget
 from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, format_join_token
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
-from swarmnode.ids import NodeId, parse_node_name
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
@@ -24,8 +23,10 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_book import JoinBook
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
+    from swarmnode.ids import NodeId
     from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
     from swarmnode.roles.swarm_state import SwarmState
+    from swarmnode.wire.certificates import NodeCertificate
     from swarmnode.wire.link import Channel, Hello
     from swarmnode.wire.tls import SwarmTls
 
@@ -33,6 +34,10 @@ PEER_ROLES = ("peer",)
 """What a token gives; nobody becomes a coordinator by joining."""
 RENEWAL_CHECK_S = 3600.0
 """A laptop's clock jumps over sleep, so the certificate is looked at every hour rather than slept up to."""
+CLOCK_SPREAD_S = 86_400.0
+"""A node asks by its own clock."""
+RENEWAL_PAUSE_S = 600.0
+"""Between two certificates of one node; less than the hour after which it asks again."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +52,17 @@ class Enrolment:
         tls: SwarmTls,
         addresses: Sequence[str],
         clock: Callable[[], float] = time.time,
+        keeper: NodeRecord | None = None,
     ) -> None:
+        """`keeper`: the coordinator itself, whose name nobody else may take."""
         self._authority = authority
         self._state = state
         self._tls = tls
         self._addresses = tuple(addresses)
         self._clock = clock
         self._budget = AttemptBudget()
+        self._keeper = keeper
+        self._renewed_s: dict[NodeId, float] = {}
         tls.revoke(state.nodes.revoked())
 
     @property
@@ -80,19 +89,32 @@ class Enrolment:
         asked = await next_body(channel, "join")
         try:
             token_id, secret, request = (bytes_of(asked, name) for name in ("id", "secret", "request"))
-            certificate = await self._admit(token_id, secret, request, _checked_name(hello.identity.name))
+            certificate = await self._admit(token_id, secret, request, hello.identity.name)
         except SwarmError as error:
             self._budget.failed(channel.source, self._clock())
             _log.warning("a node at %s may not join: %s", channel.source or "?", error)
             raise
         await channel.send(self._issued(certificate))
 
-    async def renew(self, node: NodeId, name: str, body: dict[str, Any]) -> Frame:
-        """The next certificate of a node that has one; its key stays, and so do its roles."""
+    async def renew(
+        self, node: NodeId, name: str, body: dict[str, Any], shown: NodeCertificate | None = None
+    ) -> Frame | None:
+        """The next certificate of a node that has one; its key stays, and so do its roles.
+
+        None, and nothing is done, while the one that it shows is young, or right after another: an honest node asks
+        hourly, and whoever asks without end must not cost a signature and a write each time.
+        """
         request = bytes_of(body, "request")
         if certs.node_id(certs.read_request(request)) != node:
             raise ProtocolError(f"node {node:.8} asked for the certificate of another")
-        return self._issued(await self._state.change(lambda _, nodes: self._certify(nodes, request, name)))
+        now = self._clock()
+        young = shown is not None and now < certs.renewal_s(shown) - CLOCK_SPREAD_S
+        if young or now - self._renewed_s.get(node, -RENEWAL_PAUSE_S) < RENEWAL_PAUSE_S:
+            _log.info("node %s asked for its next certificate too early", node[:8])
+            return None
+        certificate = await self._state.change(lambda _, nodes: self._certify(nodes, request, name))
+        self._renewed_s[node] = now
+        return self._issued(certificate)
 
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: its links here are cut at once, and no certificate of its key is good any more."""
@@ -102,27 +124,32 @@ class Enrolment:
         return record
 
     async def note_name(self, node: NodeId, name: str) -> None:
-        """A node may go by another name than it joined under. Raises Conflict where that is another's."""
-        self._state.nodes.check(node, name)
+        """A node may go by another name than it joined under. Raises what `NodeBook.check` raises."""
         known = next((record for record in self.nodes if record.node == node), None)
-        if known is not None and known.name != name:
-            await self._state.change(lambda _, nodes: nodes.renamed(node, name))
+        if known is not None and known.name == name:
+            self._state.nodes.check(node, name, self._keeper)
+        else:  # in one with the check, so that of two nodes that want a name one gets it
+            await self._state.change(lambda _, nodes: nodes.renamed(node, name, self._keeper))
+
+    def name_of(self, node: NodeId) -> str | None:
+        """What the document calls a member."""
+        return next((record.name for record in self.nodes if record.node == node), None)
 
     async def _admit(self, token_id: bytes, secret: bytes, request: bytes, name: str) -> x509.Certificate:
         """The secret first: who does not know one learns nothing about names and nodes, and costs no signature."""
         now = self._clock()
 
         def edit(joins: JoinBook, nodes: NodeBook) -> x509.Certificate:
-            joins.redeem(token_id, secret, now)
+            joins.redeem(token_id, secret, certs.node_id(certs.read_request(request)), now)
             return self._certify(nodes, request, name)
 
         return await self._state.change(edit)
 
     def _certify(self, nodes: NodeBook, request: bytes, name: str) -> x509.Certificate:
-        nodes.check(certs.node_id(certs.read_request(request)), name)
+        nodes.check(certs.node_id(certs.read_request(request)), name, self._keeper)
         certificate = self._authority.issue(request, PEER_ROLES, self._clock())
         about = certs.read_certificate(certificate)
-        nodes.issued(about.node, name, about.serial, about.ends_s)
+        nodes.issued(about.node, name, about.ends_s, self._keeper)
         return certificate
 
     def _issued(self, certificate: x509.Certificate) -> Frame:
@@ -171,10 +198,3 @@ def bytes_of(body: dict[str, Any], name: str) -> bytes:
     if not isinstance(value, bytes) or len(value) > certs.MAX_CERTIFICATE_BYTES:
         raise ProtocolError(f"{name} is not bytes, at most {certs.MAX_CERTIFICATE_BYTES}")
     return value
-
-
-def _checked_name(name: str) -> str:
-    try:
-        return parse_node_name(name)
-    except ValueError as error:
-        raise ProtocolError(str(error)) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.errors import LinkBroken, ProtocolError
-from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.ids import BootId, NodeId, RingId, parse_node_name
 from swarmnode.wire.deadlines import HELLO_S
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import (
@@ -47,10 +47,11 @@ async def answer(channel: Channel, identity: Identity) -> Hello:
     _check_dialer(channel, first.header)
     theirs = _range_of(first.header)
     chosen = choose_protocol(identity.protocol, theirs)
+    hello = Hello(_identity(first.header, protocol=theirs), _parameters(first.header))
     about = {"caps": list(identity.capabilities), "term": identity.term}
     header = {"protocol": chosen, "node": identity.node, "boot": identity.boot, "name": identity.name, **about}
     await channel.send(Frame("welcome", header))
-    return Hello(_identity(first.header, protocol=theirs), _parameters(first.header))
+    return hello
 
 
 def choose_protocol(ours: tuple[int, int], theirs: tuple[int, int]) -> int:
@@ -125,10 +126,15 @@ def _hello_frame(identity: Identity, parameters: Parameters) -> Frame:
 
 
 def _identity(header: Mapping[str, Any], protocol: tuple[int, int]) -> Identity:
+    """Raises ProtocolError for a name that is none: people read it in lists and logs."""
+    try:
+        name = parse_node_name(header["name"])
+    except ValueError as error:
+        raise ProtocolError(f"{error}; give --name") from None
     return Identity(
         NodeId(header["node"]),
         BootId(header["boot"]),
-        header["name"],
+        name,
         roles=tuple(header.get("roles", ())),
         capabilities=tuple(header["caps"]),
         term=header["term"],

@@ -33,29 +33,61 @@ def book(uses: int = 1, ttl_s: float = 3600) -> JoinBook:
 
 def refusal(made: JoinBook, token_id: bytes, secret: bytes, now: float) -> str:
     with pytest.raises(JoinRefused) as raised:
-        made.redeem(token_id, secret, now)
+        made.redeem(token_id, secret, "another", now)
     return raised.value.message
 
 
 @pytest.mark.parametrize("uses", [1, 2, 5])
 def test_a_token_is_good_as_often_as_it_says(uses: int) -> None:
     made = book(uses)
-    for _ in range(uses):
-        made.redeem(ID, SECRET, 1001)
+    for number in range(uses):
+        made.redeem(ID, SECRET, f"node {number}", 1001)
     assert refusal(made, ID, SECRET, 1001) == REFUSED
 
 
 def test_a_token_expires() -> None:
     made = book(ttl_s=60, uses=9)
-    made.redeem(ID, SECRET, 1059.9)
+    made.redeem(ID, SECRET, "node", 1059.9)
     assert refusal(made, ID, SECRET, 1060) == REFUSED
+
+
+def test_a_node_that_lost_its_answer_asks_again_and_nobody_else_does() -> None:
+    made = JoinBook.from_json(json.loads(json.dumps(book().as_json())))
+    for _ in range(3):
+        made.redeem(ID, SECRET, "node", 1001)
+        made = JoinBook.from_json(json.loads(json.dumps(made.as_json())))
+    assert refusal(made, ID, SECRET, 1001) == REFUSED
+    with pytest.raises(JoinRefused):
+        made.redeem(ID, b"t" * 32, "node", 1001)
+    with pytest.raises(JoinRefused):
+        made.redeem(ID, SECRET, "node", 1000 + 3600)
+
+
+def test_a_withdrawn_token_is_good_for_nobody() -> None:
+    made = book(uses=2)
+    made.redeem(ID, SECRET, "node", 1001)
+    assert made.withdraw(ID.hex()).uses_left == 1
+    for node in ("node", "new"):
+        with pytest.raises(JoinRefused):
+            made.redeem(ID, SECRET, node, 1001)
+    with pytest.raises(InvalidRequest, match="no join token"):
+        made.withdraw(ID.hex())
+
+
+def test_used_up_tokens_make_room_before_open_ones_are_refused() -> None:
+    made = JoinBook()
+    for number in range(MAX_RECORDS):
+        made.add(number.to_bytes(8, "big"), SECRET, ttl_s=60, uses=1, now=0)
+    made.redeem((7).to_bytes(8, "big"), SECRET, "node", 1)
+    made.add(ID, SECRET, ttl_s=60, uses=1, now=2)
+    assert len(made.records()) == MAX_RECORDS
 
 
 def test_a_wrong_secret_uses_nothing_up() -> None:
     made = book()
     assert refusal(made, ID, b"t" * 32, 1001) == REFUSED
     assert refusal(made, b"87654321", SECRET, 1001) == REFUSED
-    made.redeem(ID, SECRET, 1001)
+    made.redeem(ID, SECRET, "node", 1001)
 
 
 def test_every_failure_costs_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +103,7 @@ def test_every_failure_costs_the_same_work(monkeypatch: pytest.MonkeyPatch) -> N
         return sha256(secret)
 
     used = book()
-    used.redeem(ID, SECRET, 1001)
+    used.redeem(ID, SECRET, "node", 1001)
     cases = [(book(), b"87654321", SECRET), (book(), ID, b"t" * 32), (book(ttl_s=1), ID, SECRET), (used, ID, SECRET)]
     monkeypatch.setattr(hmac, "compare_digest", counted_compare)
     monkeypatch.setattr(join_book, "_sha256", counted_hash)
@@ -103,14 +135,14 @@ def test_open_tokens_are_bounded_and_dead_ones_make_room() -> None:
 
 def test_the_document_holds_no_secret_and_reads_back() -> None:
     made = book(uses=3)
-    made.redeem(ID, SECRET, 1001)
+    made.redeem(ID, SECRET, "node", 1001)
     text = json.dumps(made.as_json())
     assert SECRET.decode() not in text
     assert SECRET.hex() not in text
     again = JoinBook.from_json(json.loads(text))
     assert again.records() == made.records()
-    for _ in range(2):
-        again.redeem(ID, SECRET, 1001)
+    for number in range(2):
+        again.redeem(ID, SECRET, f"new {number}", 1001)
     assert refusal(again, ID, SECRET, 1001) == REFUSED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import time
@@ -15,6 +16,7 @@ import trio.testing
 
 from swarmnode.cluster.join_book import BURST_ATTEMPTS, REFUSED
 from swarmnode.cluster.join_token import JoinToken, parse_join_token
+from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.errors import Conflict, InvalidRequest, JoinRefused, LinkBroken, Overloaded, ProtocolError, SwarmError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, Enrolment, certify_self, keep_certified
@@ -58,7 +60,8 @@ class House:
         certify_self(self.authority, self.kept, BOTH, clock())
         self.tls = SwarmTls(self.kept.files, enrolment=True)
         self.state = SwarmState(folder / "coordinator" / "swarm.json")
-        self.enrolment = Enrolment(self.authority, self.state, self.tls, ("127.0.0.1:7700",), clock)
+        me = NodeRecord(self.kept.node, "house", math.inf)
+        self.enrolment = Enrolment(self.authority, self.state, self.tls, ("127.0.0.1:7700",), clock, me)
 
     def machine(self, name: str) -> NodeIdentity:
         return NodeIdentity.open(self.folder / name)
@@ -128,7 +131,7 @@ async def test_a_secret_buys_a_peers_certificate_for_thirty_days(house: House) -
     assert (about.node, about.roles) == (attic.node, ("peer",))
     assert about.ends_s - house.clock() == pytest.approx(30 * DAY_S, abs=2)
     (record,) = house.enrolment.nodes
-    assert (record.node, record.name, record.serials) == (attic.node, "attic", (about.serial,))
+    assert (record.node, record.name, record.expires_s) == (attic.node, "attic", about.ends_s)
 
 
 async def test_replay_wrong_secrets_and_expiry_are_refused_in_the_same_words(
@@ -193,7 +196,45 @@ async def test_a_refused_name_uses_no_token_up_and_is_told_only_to_who_knows_the
 
 
 async def test_a_name_that_could_fool_a_terminal_is_refused(house: House) -> None:
-    assert isinstance(await house.refusal(await house.token(), "x\x1b[2J"), ProtocolError)
+    assert isinstance(await house.refusal(await house.token(), "x\x1b[2J"), InvalidRequest)
+
+
+async def test_a_member_keeps_to_the_rule_for_names_after_it_joined(house: House) -> None:
+    attic = house.machine("attic")
+    await house.ask(await house.token(), attic, "attic")
+    for name, error in (("evil\x1b[2J", InvalidRequest), ("", InvalidRequest), ("house", Conflict)):
+        with pytest.raises(error):
+            await house.enrolment.note_name(attic.node, name)
+    await house.enrolment.note_name(attic.node, "loft")
+    assert house.enrolment.name_of(attic.node) == "loft"
+    assert SwarmState(house.folder / "coordinator" / "swarm.json").nodes.records()[0].name == "loft"
+
+
+async def test_of_two_nodes_that_want_a_name_at_once_one_gets_it(house: House) -> None:
+    attic, den = house.machine("attic"), house.machine("den")
+    for machine, name in ((attic, "attic"), (den, "den")):
+        await house.ask(await house.token(), machine, name)
+    refused: list[NodeId] = []
+
+    async def ask(node: NodeId) -> None:
+        try:
+            await house.enrolment.note_name(node, "same")
+        except Conflict:
+            refused.append(node)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask, attic.node)
+        nursery.start_soon(ask, den.node)
+    assert len(refused) == 1
+    assert sorted(record.name == "same" for record in house.enrolment.nodes) == [False, True]
+
+
+async def test_a_lost_answer_costs_no_token(house: House) -> None:
+    token, attic = await house.token(), house.machine("attic")
+    for _ in range(2):
+        certificate = certs.load_certificate(await house.ask(token, attic, "attic"))
+    assert certs.read_certificate(certificate).node == attic.node
+    assert isinstance(await house.refusal(token, "other"), JoinRefused)
 
 
 async def test_what_was_decided_is_on_disk_and_holds_after_a_restart(house: House, tmp_path: Path) -> None:
@@ -230,7 +271,7 @@ async def test_a_change_that_fails_changes_nothing(house: House, monkeypatch: py
 
     monkeypatch.setattr("swarmnode.roles.swarm_state.write_private", full)
     with pytest.raises(OSError, match="space"):
-        await house.state.change(lambda joins, _: joins.redeem(token.id, token.secret, house.clock()))
+        await house.state.change(lambda joins, _: joins.redeem(token.id, token.secret, "x", house.clock()))
     assert (house.state.version, house.state.joins.records()) == before
 
 
@@ -344,7 +385,10 @@ async def test_a_peer_asks_when_two_thirds_have_passed_and_hourly_until_it_came(
         assert len(asked) > 1, "it asks again while nothing comes"
         assert asked[1][0] - asked[0][0] == pytest.approx(RENEWAL_CHECK_S)
         body = unpack_body(asked[0][1].body)
-        issued = await house.enrolment.renew(attic.node, "attic", body)
+        shown = certs.read_certificate(certificate)
+        issued = await house.enrolment.renew(attic.node, "attic", body, shown)
+        assert issued is not None
+        assert await house.enrolment.renew(attic.node, "attic", body, shown) is None, "one at a time"
         assert member.take_issued(unpack_body(issued.body)) == (Address("127.0.0.1", 7700),)
         asked.clear()
         await trio.sleep(19 * DAY_S)
@@ -354,7 +398,7 @@ async def test_a_peer_asks_when_two_thirds_have_passed_and_hourly_until_it_came(
     assert kept is not None
     assert kept.about.serial != certificate.serial_number
     (record,) = house.enrolment.nodes
-    assert record.serials == (certificate.serial_number, kept.about.serial)
+    assert record.expires_s == kept.about.ends_s
 
 
 async def test_a_peer_of_its_own_coordinator_never_asks(house: House) -> None:
@@ -362,6 +406,17 @@ async def test_a_peer_of_its_own_coordinator_never_asks(house: House) -> None:
     member = PeerMembership(house.kept, house.tls, renews=False, clock=house.clock)
     await member.keep_certified(asked.append)
     assert asked == []
+
+
+async def test_a_young_certificate_is_not_renewed(house: House) -> None:
+    """Each costs a signature and a write: a member that asks without end gets none."""
+    attic = house.machine("attic")
+    certificate = certs.load_certificate(await house.ask(await house.token(), attic, "attic"))
+    body = {"request": certs.new_request(attic.key)}
+    version = house.state.version
+    for _ in range(3):
+        assert await house.enrolment.renew(attic.node, "attic", body, certs.read_certificate(certificate)) is None
+    assert house.state.version == version
 
 
 async def test_renewal_is_for_ones_own_key_and_not_for_the_removed(house: House) -> None:

@@ -98,7 +98,7 @@ async def world(tmp_path: Path, *, closed: bool = False) -> AsyncIterator[World]
     async def serve_channel(kind: str, hello: Hello, channel: Channel) -> None:
         assert kind == "api"
         links.append(channel._connection)  # type: ignore[attr-defined]
-        await serve_linked(server, hello, channel)
+        await serve_linked(server, hello.identity.name, channel)
 
     forwarder, connected = Forwarder(context, closed=closed), trio.CancelScope()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,6 +60,24 @@ async def test_both_sides_learn_who_is_there(
             await channel.receive()
     ((kind, hello),) = seen
     assert (kind, hello.identity, hello.parameters) == ("steps", attic, parameters)
+
+
+@pytest.mark.parametrize("name", ["", "a/../b", "evil\x1b[2J\nfake", "\u202eabc"])
+@pytest.mark.parametrize("who", ["dialer", "listener"])
+async def test_what_is_no_name_is_refused_on_either_side(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery, who: str, name: str
+) -> None:
+    served: list[Hello] = []
+
+    async def note(kind: str, hello: Hello, channel: Channel) -> None:
+        served.append(hello)
+
+    address = await start(nursery, transport, note, replace(cellar, name=name) if who == "listener" else cellar)
+    dialer = replace(attic, name=name) if who == "dialer" else attic
+    with pytest.raises(ProtocolError, match="node name"):
+        async with transport.dial(address, "control", dialer):
+            pytest.fail("it was taken")
+    assert served == []
 
 
 async def test_frames_come_back_in_order_and_are_counted(
