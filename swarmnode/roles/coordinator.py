@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from swarmnode.cluster.membership import Heard, Left, Membership, NodeState, StateChanged
+from swarmnode.cluster.recent_events import RecentEvents
 from swarmnode.cluster.ring_life_messages import (
     ProbeReturned,
     Progress,
@@ -29,15 +32,17 @@ from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
+from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.registry import Registry
     from swarmnode.cluster.node_book import NodeRecord
+    from swarmnode.cluster.placement import PeerResources
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.planning import PlannedRing
@@ -54,7 +59,9 @@ class Coordinator:
     """`run` it, hand it the channels of its swarm port, and give its `Gateway` to the API."""
 
     def __init__(self, context: NodeContext, registry: Registry, enrolment: Enrolment) -> None:
-        self.context = context
+        self.recent = RecentEvents()
+        self.context = replace(context, emit=self._emit)
+        self._report = context.emit
         self.registry = registry
         self.enrolment = enrolment
         self.members: dict[NodeId, Member] = {}
@@ -68,6 +75,7 @@ class Coordinator:
         """Links of peers that reach only the API port; None while there is none."""
         self.serve_api: Callable[[str, Channel], Awaitable[None]] | None = None
         """Serves a call that the peer of that name forwards; None while there is no API."""
+        self.lifecycle = RingLifecycle(lambda: self.rings.values(), context.settings, self._emit)
         self._epoch = 0
         self._membership = Membership()
         self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
@@ -79,6 +87,7 @@ class Coordinator:
         async with open_flat_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._driver.run)
+            nursery.start_soon(self.lifecycle.run)
             task_status.started()
             await trio.sleep_forever()
 
@@ -93,20 +102,25 @@ class Coordinator:
         if self._nursery is None:
             raise RuntimeError("start_load before run")
         self._epoch += 1
-        planned = self.plan_load(model, options)
+        planned, leaving = self.plan_load(model, options)
+        self.lifecycle.evict(leaving, model)
         ring = LoadedRing(planned, self.post, self._ring_over)
         self.rings[ring.ring] = ring
         self.ended.pop(model, None)
-        self._nursery.start_soon(ring.run)
+        self._nursery.start_soon(self.lifecycle.serve, ring, leaving)
+        self._emit("ring_loading", {"model": model, "ring": ring.ring, "stages": len(ring.specs)})
         return ring
 
-    def plan_load(self, model: ModelId, options: LoadOptions) -> PlannedRing:
-        """What a load would be; raises as `start_load` and changes nothing."""
+    def plan_load(self, model: ModelId, options: LoadOptions) -> tuple[PlannedRing, Sequence[LoadedRing]]:
+        """What a load would be, and the rings that would go for it; raises as `start_load` and changes nothing."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self.registry.get(model)
         check_architecture(self.registry, manifest, options)
-        offers = [m.resources(self._busy_with(m.node)) for m in self.members.values() if m.usable]
-        return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
+
+        def plan(offers: Sequence[PeerResources]) -> PlannedRing:
+            return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
+
+        return self.lifecycle.find_room(self.members.values(), plan)
 
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]
@@ -115,8 +129,9 @@ class Coordinator:
         why = ring.error.message if ring.error is not None else None
         self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
 
-    def _busy_with(self, node: NodeId) -> str | None:
-        return next((ring.model for ring in self.rings.values() if ring.stage_of(node) is not None), None)
+    def _emit(self, event: str, values: Mapping[str, object]) -> None:
+        self.recent.note(event, values, time.time())
+        self._report(event, values)
 
     def post(self, node: NodeId, frame: Frame) -> None:
         """Send to a peer; a peer that is gone is dealt with by membership, so its frame is dropped."""

@@ -11,15 +11,17 @@ import trio
 
 from swarmnode.api.backend import ChatEvent, ChatRequest, Done, LoadOptions, ModelCard
 from swarmnode.cluster.membership import NodeState
+from swarmnode.cluster.performance import Performance
 from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, StageLost
 from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
+from swarmnode.roles.counted import counted
 from swarmnode.roles.plan_report import plan_report
 from swarmnode.wire.routes import RELAYED
 from swarmnode.wire.traffic import Route
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from swarmnode.catalog.manifest import Manifest
     from swarmnode.cluster.node_book import NodeRecord
@@ -38,6 +40,7 @@ class Gateway:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._performance = Performance()
 
     # models
 
@@ -103,7 +106,8 @@ class Gateway:
 
     def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        return plan_report(self._coordinator.plan_load(model_id, options))
+        planned, leaving = self._coordinator.plan_load(model_id, options)
+        return plan_report(planned) | {"evicts": [ring.model for ring in leaving]}
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
@@ -143,7 +147,9 @@ class Gateway:
             }
             for member in coordinator.members.values()
         ]
-        rings = [{"id": ring.model, "state": ring.state, **self._ring_status(ring)} for ring in coordinator.rings.values()]
+        rings = [
+            {"id": ring.model, "state": ring.state, **self._ring_status(ring)} for ring in coordinator.rings.values()
+        ]
         return {
             "coordinator": me,
             "peers": peers,
@@ -151,6 +157,8 @@ class Gateway:
             "lost": [_lost(ring) for ring in coordinator.ended.values() if ring.error is not None],
             "members": [self._known(record) for record in coordinator.enrolment.nodes],
             "carried": self._carried(),
+            "requests": self._performance.running(trio.current_time()),
+            "events": coordinator.recent.newest(),
             "traffic": coordinator.context.traffic.snapshot(),
         }
 
@@ -162,6 +170,8 @@ class Gateway:
     def _ring_status(self, ring: LoadedRing) -> dict[str, Any]:
         """With what the relay counted of its lanes."""
         status = _ring_status(ring)
+        now = trio.current_time()
+        status["tokens_per_s"] = round(self._performance.tokens_per_s(ModelId(ring.model), now), 1)
         for index, stage in enumerate(status["stages"]):
             stage["links"] = [self._link_status(ring, index, link) for link in ring.links.get(index, ())]
         return status
@@ -209,16 +219,19 @@ class Gateway:
 
     @asynccontextmanager
     async def open_chat(self, request: ChatRequest) -> AsyncIterator[AsyncIterator[ChatEvent]]:
-        ring = self._serving_ring(request.model)
-        stream = ring.open(RequestId(uuid.uuid4().hex), _open_body(request))
-        try:
-            async with aclosing(_events(stream, ring)) as events:
-                yield events
-        finally:
-            ring.close(stream)
+        number = RequestId(uuid.uuid4().hex)
+        self._coordinator.registry.get(request.model)  # only known models are counted
+        with counted(self._performance, number, request.model) as note:
+            ring = self._serving_ring(request.model)
+            with self._coordinator.lifecycle.in_use(ring):
+                stream = ring.open(number, _open_body(request))
+                try:
+                    async with aclosing(_events(stream, ring, note)) as events:
+                        yield events
+                finally:
+                    ring.close(stream)
 
     def _serving_ring(self, model: ModelId) -> LoadedRing:
-        self._coordinator.registry.get(model)
         ring = self._coordinator.ring_of(model)
         if ring is None:
             ended = self._coordinator.ended.get(model)
@@ -234,10 +247,13 @@ class Gateway:
         return ring
 
 
-async def _events(stream: RequestStream, ring: LoadedRing) -> AsyncGenerator[ChatEvent, None]:
-    """The stream's events; Done gets the route its hidden states took."""
+async def _events(
+    stream: RequestStream, ring: LoadedRing, note: Callable[[ChatEvent], None]
+) -> AsyncGenerator[ChatEvent, None]:
+    """The stream's events, each of them counted; Done gets the route its hidden states took."""
     while True:
         event = await stream.next()
+        note(event)
         if isinstance(event, Done):
             yield replace(event, timing={**event.timing, "route": ring.route})
             return

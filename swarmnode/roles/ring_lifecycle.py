@@ -111,7 +111,7 @@ class RingLifecycle:
     def _use(self, ring: LoadedRing) -> RingUse:
         kept = ""
         if ring.requests:
-            kept = f"it has {len(ring.requests)} running replies"
+            kept = f"{len(ring.requests)} running there"
         elif ring.state == "loading":
             kept = "it is loading"
         return RingUse(ring.ring, ring.model, frozenset(ring.life.nodes), self._uses.last_used_s(ring.ring), kept)
