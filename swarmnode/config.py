@@ -134,6 +134,13 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("cost", "source"),
     ),
     Variable(
+        "SWARM_KEEP_STAGES_S",
+        "60",
+        "peer",
+        "how long stages stay loaded without their coordinator, which takes them over when it is back; 0: not at all",
+        _at_least(0),
+    ),
+    Variable(
         "SWARM_LINK_ROUTES",
         "direct,relayed,polled",
         "both",
@@ -220,6 +227,7 @@ class Settings:
     max_batch: int
     schedule: str
     link_routes: tuple[str, ...]
+    keep_stages_s: int
     prefill_chunk: int
     step_costs: bool
     max_loaded_models: int
@@ -248,6 +256,7 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         context_tokens=_as(int, values.get("SWARM_SERVE_CONTEXT_TOKENS"), 4096),
         max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
         schedule=_as(str, values.get("SWARM_SERVE_SCHEDULE"), "cost"),
+        keep_stages_s=_as(int, values.get("SWARM_KEEP_STAGES_S"), 60),
         link_routes=_as(tuple, values.get("SWARM_LINK_ROUTES"), ("direct", "relayed", "polled")),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
         step_costs=_as(bool, values.get("SWARM_SERVE_STEP_COSTS"), False),

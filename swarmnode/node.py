@@ -154,7 +154,7 @@ class _Node:
                 nursery.start_soon(keep_certified, authority, kept, self._options.roles, tls)
                 polled = PolledLinks(transport.accept)
                 await nursery.start(polled.run)
-                ready["api"] = await self._start_coordinator(context, enrolment, polled, nursery)
+                ready["api"] = await self._start_coordinator(context, enrolment, state, polled, nursery)
                 coordinators = (_reachable_here(address),)
             if PEER in self._options.roles:
                 follow = None
@@ -204,12 +204,17 @@ class _Node:
         return None
 
     async def _start_coordinator(
-        self, context: NodeContext, enrolment: Enrolment, polled: PolledLinks, nursery: trio.Nursery
+        self,
+        context: NodeContext,
+        enrolment: Enrolment,
+        state: SwarmState,
+        polled: PolledLinks,
+        nursery: trio.Nursery,
     ) -> str | None:
         from swarmnode.roles.api_port import serve_linked, start_api_port
         from swarmnode.roles.gateway import Gateway
 
-        coordinator = Coordinator(context, Registry(self._settings.models_root), enrolment)
+        coordinator = Coordinator(context, Registry(self._settings.models_root), enrolment, state)
         self._coordinator = coordinator
         await nursery.start(coordinator.run)
         if self._options.api is None:
@@ -245,6 +250,10 @@ class _Node:
             if self._peer is None:
                 raise ProtocolError("this node holds no stages")
             await self._peer.serve_lane(hello, channel)
+        elif kind == "shares":
+            if self._peer is None:
+                raise ProtocolError("this node keeps no files of models for stages")
+            await self._peer.serve_shares(channel)
         elif self._coordinator is None:
             raise ProtocolError("this node is not a coordinator")
         else:

@@ -48,7 +48,7 @@ CAUSE_S = 1.0
 RELINK_TRIES = 3
 RELINK_S = 30.0
 """For all tries together: a router that starts anew is slower, but then its machines are gone for membership too."""
-ADOPT_S = 60.0
+ADOPT_S = 20.0
 """After a coordinator's return, for the peers of its rings to find it; the slowest tries every five seconds."""
 UNLOAD_S = 15.0
 """A worker is asked for 3 s, then killed at the latest after 10 more; beyond that the node itself is in trouble."""

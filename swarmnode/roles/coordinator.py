@@ -26,6 +26,7 @@ from swarmnode.errors import Conflict, LinkBroken, ProtocolError
 from swarmnode.ids import BootId, ModelId, NodeId, RingId
 from swarmnode.roles.dialing_back import dial_back
 from swarmnode.roles.file_server import serve_files
+from swarmnode.roles.file_sources import with_sources
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
 from swarmnode.roles.outbox import Outbox
@@ -33,7 +34,9 @@ from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
 from swarmnode.roles.ring_lifecycle import RingLifecycle
+from swarmnode.roles.ring_record import from_record, to_record
 from swarmnode.wire.bodies import unpack_body
+from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.planning import PlannedRing
     from swarmnode.roles.polling import PolledLinks
-    from swarmnode.wire.frames import Frame
+    from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.link import Channel, Hello, Identity
 
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
@@ -58,12 +61,16 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """`run` it, hand it the channels of its swarm port, and give its `Gateway` to the API."""
 
-    def __init__(self, context: NodeContext, registry: Registry, enrolment: Enrolment) -> None:
+    def __init__(
+        self, context: NodeContext, registry: Registry, enrolment: Enrolment, state: SwarmState | None = None
+    ) -> None:
+        """`state`: where the rings that run are written down; None: nowhere, a restart then finds none of them."""
         self.recent = RecentEvents()
         self.context = replace(context, emit=self._emit)
         self._report = context.emit
         self.registry = registry
         self.enrolment = enrolment
+        self._state = state
         self.members: dict[NodeId, Member] = {}
         self.rings: dict[RingId, LoadedRing] = {}
         self.ended: dict[ModelId, LoadedRing] = {}
@@ -88,10 +95,39 @@ class Coordinator:
             self._nursery = nursery
             nursery.start_soon(self._driver.run)
             nursery.start_soon(self.lifecycle.run)
+            self._adopt_rings(nursery)
             task_status.started()
             await trio.sleep_forever()
 
     # rings
+
+    def _adopt_rings(self, nursery: trio.Nursery) -> None:
+        """Take over what ran when this coordinator was here last: its stages may still be there."""
+        for record in self._state.rings if self._state is not None else ():
+            try:
+                planned = from_record(record)
+            except ValueError as error:
+                _log.warning("a ring of before cannot be taken over: %s", error)
+                continue
+            ring = LoadedRing(planned, self.post, self._ring_over, adopted=True)
+            self._epoch = max(self._epoch, planned.specs[0].epoch[0])
+            self.rings[ring.ring] = ring
+            nursery.start_soon(self.lifecycle.serve, ring)
+
+    async def keep_rings(self) -> None:
+        """Write down the rings that run, for whoever coordinates after a restart."""
+        if self._state is None:
+            return
+        running = [to_record(ring.planned) for ring in self.rings.values() if ring.runs]
+        try:
+            await self._state.keep_rings(running)
+        except OSError as error:
+            _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
+
+    async def _keep_when_ready(self, ring: LoadedRing) -> None:
+        await ring.settled.wait()
+        if ring.runs:
+            await self.keep_rings()
 
     def ring_of(self, model: ModelId) -> LoadedRing | None:
         """The ring that serves or is to serve `model`."""
@@ -109,6 +145,7 @@ class Coordinator:
         self.ended.pop(model, None)
         self._nursery.start_soon(self.lifecycle.serve, ring, leaving)
         self._emit("ring_loading", {"model": model, "ring": ring.ring, "stages": len(ring.specs)})
+        self._nursery.start_soon(self._keep_when_ready, ring)
         return ring
 
     def plan_load(self, model: ModelId, options: LoadOptions) -> tuple[PlannedRing, Sequence[LoadedRing]]:
@@ -120,12 +157,15 @@ class Coordinator:
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
             return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
 
-        return self.lifecycle.find_room(self.members.values(), plan)
+        planned, leaving = self.lifecycle.find_room(self.members.values(), plan)
+        return with_sources(planned, self.members.values()), leaving
 
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]
         self.ended[ModelId(ring.model)] = ring
         self.context.traffic.forget_ring(ring.ring)
+        if self._nursery is not None:
+            self._nursery.start_soon(self.keep_rings)
         why = ring.error.message if ring.error is not None else None
         self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
 
@@ -286,6 +326,8 @@ class Coordinator:
             self._take_reply(node, frame)
             return
         ring = self.rings.get(RingId(frame.header["ring"])) if "ring" in frame.header else None
+        if frame.kind == "stage_ready" and (ring is None or ring.ending):
+            self.post(node, Frame("unload", {"ring": frame.header["ring"]}))  # it was lost while the node was away
         if ring is None:
             return  # a report about a ring that is over crossed its end
         stage = ring.stage_of(node)

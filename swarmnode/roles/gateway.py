@@ -99,6 +99,7 @@ class Gateway:
             ring = self._coordinator.start_load(model_id, options)
         if options.wait:
             await ring.settled.wait()
+            await self._coordinator.keep_rings()  # what is answered outlives this process
             if ring.error is not None:
                 await ring.over.wait()
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
@@ -114,6 +115,7 @@ class Gateway:
         ring = self._coordinator.ring_of(model_id)
         if ring is not None:
             await ring.unload(force=force)
+            await self._coordinator.keep_rings()
         return self.status(model)
 
     # what is going on

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from swarmnode.roles.planning import PlannedRing
     from swarmnode.roles.reports import LaneLink, ReadyStage
 
+_STATE_NAMES = {
+    RingState.READY: "ready",
+    RingState.RELINKING: "relinking",
+    RingState.ADOPTING: "relinking",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +62,11 @@ class LoadedRing:
         planned: PlannedRing,
         post: Callable[[NodeId, Frame], None],
         on_over: Callable[[LoadedRing], None],
+        *,
+        adopted: bool = False,
     ) -> None:
+        """`adopted`: its stages were loaded for a coordinator before this one."""
+        self.planned = planned
         self.specs = planned.specs
         self.plan = planned.plan
         self.dtype = planned.dtype
@@ -75,7 +84,8 @@ class LoadedRing:
         self.settled = trio.Event()
         """Ready, or failed for good."""
         self.over = trio.Event()
-        self.life = RingLife([stage.peer.node for stage in self.plan.stages], trio.current_time())
+        nodes = [stage.peer.node for stage in self.plan.stages]
+        self.life = RingLife(nodes, trio.current_time(), adopted=adopted)
         self._post = post
         self._on_over = on_over
         self._idle = trio.Event()
@@ -104,6 +114,16 @@ class LoadedRing:
         return min(self.plan.context_tokens, self.kv_tokens)
 
     @property
+    def ending(self) -> bool:
+        """Its stages are to be unloaded, or are."""
+        return self.life.state in (RingState.ENDING, RingState.OVER)
+
+    @property
+    def runs(self) -> bool:
+        """Its stages are loaded, and are to stay so."""
+        return self.life.state in (RingState.READY, RingState.RELINKING, RingState.ADOPTING)
+
+    @property
     def serving(self) -> bool:
         return self.life.state is RingState.READY and not self.draining
 
@@ -114,7 +134,7 @@ class LoadedRing:
             return "lost" if self.life.error.was_ready else "failed"
         if self.draining or self.life.state in (RingState.ENDING, RingState.OVER):
             return "unloading"
-        return self.life.state.value if self.life.state in (RingState.READY, RingState.RELINKING) else "loading"
+        return _STATE_NAMES.get(self.life.state, "loading")
 
     @property
     def error(self) -> SwarmError | None:
@@ -146,7 +166,7 @@ class LoadedRing:
                 report.kv_tokens,
                 self.plan.kv_tokens,
             )
-        self.feed(StageReady(stage, report.address, report.kv_tokens))
+        self.feed(StageReady(stage, report.address, report.kv_tokens, report.links))
 
     async def unload(self, *, force: bool) -> None:
         """Let running replies finish (for DRAIN_S, not at all with `force`), then give every stage's memory back."""
@@ -237,6 +257,7 @@ class LoadedRing:
                 self.fail_requests(StageLost(f"{message}; {self.model} is being linked anew, try again in a moment"))
             case RingRelinked():
                 _log.warning("%s: its stages are linked again", self.model)
+                self.settled.set()
             case RingLost(code=code, message=message):
                 self.fail_requests(from_wire(code, message))
                 self.settled.set()

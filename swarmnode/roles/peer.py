@@ -9,9 +9,11 @@ import trio
 
 from swarmnode.cluster.membership import BEAT_INTERVAL_S
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.roles.file_server import serve_shares
 from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.load_spec import LoadSpec
 from swarmnode.roles.outbox import Outbox
+from swarmnode.roles.reports import MAX_MODELS_KEPT
 from swarmnode.roles.stage_host import StageHost
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
@@ -40,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Peer:
-    """Dials the coordinator and does what it says; a lost coordinator ends the stages held for it."""
+    """Dials the coordinator and does what it says; the stages held for a lost one wait for it for a while."""
 
     def __init__(
         self,
@@ -60,9 +62,18 @@ class Peer:
         self._store = store
         self._hosts: dict[RingId, StageHost] = {}
         self._outbox = Outbox()
+        self._connected = False
+        self._holding: trio.Nursery | None = None
+        self._patience = trio.CancelScope()
+        """Of the stages that wait for their coordinator."""
 
     async def run(self) -> None:
-        """Stay connected until cancelled; every lost connection is reported and tried again."""
+        """Stay connected until cancelled; the stages held here outlive a connection."""
+        async with open_flat_nursery() as self._holding:
+            await self._stay_connected()
+
+    async def _stay_connected(self) -> None:
+        """Every lost connection is reported and tried again."""
         attempt = 0
         while True:
             began_s = trio.current_time()
@@ -81,6 +92,10 @@ class Peer:
             raise ProtocolError(f"no stage of ring {hello.parameters.ring} is held here")
         await host.serve_lane(hello, channel)
 
+    async def serve_shares(self, channel: Channel) -> None:
+        """Another peer fetches from what this one has of a model's files."""
+        await serve_shares(self._store, channel)
+
     def snapshot(self) -> list[dict[str, Any]]:
         """The stages held here, for beats and `ps`."""
         return [
@@ -97,7 +112,7 @@ class Peer:
         ]
 
     async def _serve_coordinator(self) -> None:
-        """One connection's life: control and requests, until either breaks. The stages end with it."""
+        """One connection's life: control and requests, until either breaks."""
         self._outbox = Outbox()
         roads = self._context.roads
         roads.places = self._coordinators
@@ -107,9 +122,37 @@ class Peer:
                 self._context.emit("joined", {"coordinator": control.way.name, "route": requests.way.route})
                 await self._serve_connected(control.up, requests.up)
 
+    def _post(self, frame: Frame) -> None:
+        """To the coordinator. While there is none, what stages say is dropped: they say what matters again later."""
+        if self._connected:
+            self._outbox.post(frame)
+
+    def _found(self) -> None:
+        """A coordinator is there: it hears of every stage, and takes over or ends those it did not load itself."""
+        self._connected = True
+        self._patience.cancel()
+        for host in self._hosts.values():
+            host.announce()
+
+    def _lost(self) -> None:
+        """The stages wait for it, for a while."""
+        self._connected = False
+        for host in self._hosts.values():
+            host.coordinator_lost()
+        if self._hosts and self._holding is not None:
+            self._patience = trio.CancelScope()
+            self._holding.start_soon(self._end_unless_found, self._patience)
+
+    async def _end_unless_found(self, patience: trio.CancelScope) -> None:
+        with patience:
+            await trio.sleep(self._context.settings.keep_stages_s)
+            for host in self._hosts.values():
+                host.unload()
+
     async def _serve_connected(self, control: Channel, requests: Channel) -> None:
         """While both are up."""
         try:
+            self._found()
             async with open_flat_nursery() as nursery:
                 nursery.start_soon(self._send_beats, control)
                 nursery.start_soon(self._read_control, control, nursery)
@@ -123,6 +166,8 @@ class Peer:
                 raise LinkBroken("the coordinator closed the connection")
         except SwarmError as error:
             raise _Disconnected(error.message) from error
+        finally:
+            self._lost()
 
     async def _look_for_better(self, route: str) -> None:
         """Come back by a better road as soon as one is open and nothing is held that would end with this one."""
@@ -141,6 +186,7 @@ class Peer:
                 "device": self._resources.device,
                 "threads": self._resources.threads,
                 "stages": self.snapshot(),
+                "models": self._store.models()[:MAX_MODELS_KEPT],
             }
             await control.send(Frame("beat", header, pack_body(body)))
             seq += 1
@@ -164,7 +210,8 @@ class Peer:
     def _take(self, frame: Frame, nursery: trio.Nursery) -> None:
         """One frame of the coordinator; only a load starts anything new."""
         if frame.kind == "load":
-            nursery.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
+            holding = self._holding or nursery
+            holding.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
             return
         if frame.kind == "issued":
             self._coordinators = self._member.take_issued(unpack_body(frame.body)) or self._coordinators
@@ -196,7 +243,7 @@ class Peer:
             self._outbox.post(Frame("unloaded", {"ring": frame.header["ring"], "stage": 0}))
 
     async def _hold(self, spec: LoadSpec) -> None:
-        host = StageHost(self._context, spec, self._resources, self._store, self._outbox.post)
+        host = StageHost(self._context, spec, self._resources, self._store, self._post)
         self._hosts[spec.ring] = host
         try:
             await host.run()

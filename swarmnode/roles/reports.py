@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MAX_REPORT_BYTES = 64 << 10
 """A beat with dozens of stages has a few KiB; a larger body is not walked on the coordinator's loop."""
 MAX_STAGES_HELD = 64
+MAX_MODELS_KEPT = 128
 MAX_ADDRESSES = 8
 """As many as HELLO names."""
 MAX_LANES = 4
@@ -73,6 +74,8 @@ class Beat(_Report):
     device: Name
     threads: Count
     stages: list[StageHeld] = Field(max_length=MAX_STAGES_HELD)
+    models: list[Name] = Field(default=[], max_length=MAX_MODELS_KEPT)
+    """Those whose files it can share."""
 
 
 class StepCosts(_Report):
@@ -93,6 +96,7 @@ class ReadyStage(_Report):
     device: Name | None = None
     threads: Count | None = None
     costs: StepCosts | None = None
+    links: Count = 0
 
 
 class _GaugesReport(_Report):

@@ -21,7 +21,7 @@ from swarmnode.errors import (
     SwarmError,
     from_wire,
 )
-from swarmnode.roles.file_client import fetch_files
+from swarmnode.roles.fetching import fetch_files
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.ring_lanes import RingLanes
 from swarmnode.roles.worker_process import WorkerProcess, describe_exit, start_worker
@@ -80,6 +80,8 @@ class StageHost:
         self._pulse = True
         """The worker said something since it was last asked for a sign of life."""
         self._killed_because = ""
+        self._report: dict[str, Any] = {}
+        """What the worker measured of itself, once it has loaded."""
         self._requests: set[str] = set()
         """Handed to the worker and not answered yet. Its gauges cannot tell: they come after a forward, not before."""
 
@@ -137,12 +139,25 @@ class StageHost:
             raise ProtocolError(f"ring {self.spec.ring} has no lanes here yet")
         await self._lanes.serve(hello, channel)
 
+    def coordinator_lost(self) -> None:
+        """Nobody waits for its replies any more, and a stage that is not ready cannot become so."""
+        for request in self._requests:
+            self._to_worker.post(Frame("cancel", {"request": request}))
+        if not self._ready:
+            self.unload()
+
+    def announce(self) -> None:
+        """Say what the stage is, to a coordinator that may be new."""
+        if self._report:
+            report = {**self._report, "links": self._lanes.epoch[1]}
+            self._post(Frame("stage_ready", self._where(), pack_body(report)))
+
     # its life
 
     async def _serve(self) -> None:
         self.phase = "fetching"
-        await fetch_files(self._context, self.spec, self._store, self._report_progress)
-        folder = await trio.to_thread.run_sync(self._store.place, self.spec.model, self.spec.files)
+        sliced = await fetch_files(self._context, self.spec, self._store, self._report_progress)
+        folder = await trio.to_thread.run_sync(self._store.place, self.spec.model, self.spec.files, sliced)
         self.phase = "loading"
         async with start_worker(self._environment()) as worker, open_flat_nursery() as nursery:
             self.worker, self._nursery = worker, nursery
@@ -244,7 +259,8 @@ class StageHost:
             self._nursery.start_soon(self._watch_pulse)
         listen = self._context.identity.listen
         where = {"address": listen[0], "addresses": list(listen)}
-        self._post(Frame("stage_ready", self._where(), pack_body({**about, **where})))
+        self._report = {**about, **where}
+        self.announce()
 
     async def _watch_stall(self) -> None:
         while True:

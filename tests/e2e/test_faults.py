@@ -100,21 +100,6 @@ def test_a_worker_killed_during_a_prompt(fresh_swarm: Swarm) -> None:
     assert raised.value.code == "stage_lost"
 
 
-def test_a_killed_coordinator_leaves_no_workers_and_peers_come_back(fresh_swarm: Swarm) -> None:
-    swarm = fresh_swarm
-    swarm.load(MODEL)
-    workers = swarm.worker_pids(MODEL)
-    coordinator = swarm.local.coordinator
-    assert coordinator is not None
-    coordinator.kill()
-    wait_until(lambda: not any(alive(pid) for pid in workers.values()), "the workers have ended")
-    address = swarm.local.swarm
-    swarm.local.start_coordinator(swarm_listen=address, api_listen=swarm.local.api.removeprefix("http://"))
-    wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 4, "all peers joined again")
-    swarm.load(MODEL)
-    assert ask(swarm) == REPLY
-
-
 def test_a_stopped_node_ends_in_time_with_its_workers(fresh_swarm: Swarm) -> None:
     swarm = fresh_swarm
     swarm.load(MODEL)
