@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 def one_stage_load(files: tuple[FileEntry, ...], node: str) -> LoadSpec:
     """The whole of a scripted model of four layers on `node`."""
     numbers = {"num_stages": 1, "first_layer": 0, "end_layer": 4, "num_layers": 4, "max_group": 0}
-    numbers |= {"context_tokens": 512, "min_context_tokens": 512, "kv_tokens": 4096, "typical_tokens": 64, "max_in_flight": 4, "max_waiting": 4}
+    numbers |= {
+        "context_tokens": 512,
+        "min_context_tokens": 512,
+        "kv_tokens": 4096,
+        "typical_tokens": 64,
+        "max_in_flight": 4,
+        "max_waiting": 4,
+    }
     body = {
         "model": "scripted",
         "files": [f.model_dump() for f in files],
@@ -24,5 +31,5 @@ def one_stage_load(files: tuple[FileEntry, ...], node: str) -> LoadSpec:
         "schedule": "cost",
         "step_costs": False,
     }
-    body |= {"eos_token_ids": [0], "nodes": [node], **numbers}
+    body |= {"eos_token_ids": [0], "sources": [], "nodes": [node], **numbers}
     return LoadSpec.read({"ring": RingId("r"), "epoch": [1, 0], "stage": 0}, body)

@@ -161,7 +161,7 @@ def _write_files(
     for path in checkpoint.tokenizer_paths:
         yield write_copy(path, folder, f"tokenizer/{path.name}", advance)
     for shard in shards:
-        yield write_shard(shard, folder, advance)
+        yield from write_shard(shard, folder, advance)
 
 
 def _architecture(checkpoint: Checkpoint) -> Architecture:

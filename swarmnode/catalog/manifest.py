@@ -1,7 +1,8 @@
 """The servable manifest, `servable.json`: what a model is, how it was cut, and every file with size and sha256.
 
 Layout of a servable: `<model>/servable.json`, `<model>/shards/stage-<i>/*.safetensors`, `<model>/tokenizer/*`
-(tokenizer files, `config.json`, `generation_config.json`). Weights are safetensors only.
+(tokenizer files, `config.json`, `generation_config.json`). Weights are safetensors only; `NAME.chunks` beside one lists
+the sha256 of its parts (see `chunks`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_FILES = 20_000
 
 _PATH = re.compile(r"(?:tokenizer|shards/stage-\d{1,4})/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 WeightDtype = Literal["float32", "bfloat16", "float16"]
-SERVED_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
+SERVED_SUFFIXES = (".safetensors", ".chunks", ".json", ".txt", ".model", ".jinja")
 
 
 class _Record(BaseModel):

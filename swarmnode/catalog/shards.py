@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, SourceTensor
+from swarmnode.catalog.chunks import LIST_SUFFIX, encode_chunks
 from swarmnode.catalog.manifest import FileEntry
 from swarmnode.catalog.safetensors_header import DTYPE_BYTES, encode_header
 from swarmnode.cluster.partition import balanced_boundaries
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COPY_BYTES = 4 << 20
-"""Large enough that the system calls cost nothing beside the hash, small beside any machine's memory."""
+"""Large enough that the system calls cost nothing beside the hash, small beside any machine's memory. A chunk of a
+shard has as many: half a second of a home's uplink is the most that a wrong one costs."""
 
 Advance = Callable[[int, str], None]
 """Called with the bytes just written and the file's path in the servable."""
@@ -61,20 +63,28 @@ def cut(checkpoint: Checkpoint, boundaries: Sequence[int]) -> tuple[Shard, ...]:
     return tuple(shards)
 
 
-def write_shard(shard: Shard, root: Path, advance: Advance) -> FileEntry:
-    """Write a shard as a safetensors file under `root`.
+def write_shard(shard: Shard, root: Path, advance: Advance) -> tuple[FileEntry, FileEntry]:
+    """Write a shard as a safetensors file under `root`, and the list of its chunks beside it.
 
     Wider dtypes first, so that every tensor stays aligned, then by name, so that the same weights give the same bytes.
     """
     ordered = sorted(shard.tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1].entry.dtype], item[0]))
     header = encode_header((name, tensor.entry.dtype, tensor.entry.shape) for name, tensor in ordered)
 
+    digests: list[tuple[int, bytes]] = []
+
     def chunks() -> Iterator[bytes]:
         yield header
         for _, tensor in ordered:
             yield from _byte_range(tensor.path, tensor.entry.begin, tensor.entry.end)
 
-    return _write(root, shard.path, chunks(), advance)
+    def noted() -> Iterator[bytes]:
+        for chunk in chunks():
+            digests.append((len(chunk), hashlib.sha256(chunk).digest()))
+            yield chunk
+
+    written = _write(root, shard.path, noted(), advance)
+    return written, _write(root, shard.path + LIST_SUFFIX, iter((encode_chunks(digests),)), advance)
 
 
 def write_copy(source: Path, root: Path, path: str, advance: Advance) -> FileEntry:

@@ -1,8 +1,9 @@
 """A peer's own files: fetched by content, checked before they count, laid out as the folder a worker loads from.
 
 Layout under the root: `blobs/<sha256>` whole checked files, `partial/<sha256>` what a download has so far,
-`models/<id>-<digest>/` hard links in the servable's layout. Every name is a digest, a checked model id or the path of a
-checked `FileEntry`, so nothing that a coordinator sends can name a path elsewhere.
+`slices/<sha256>` files of which some chunks are here (see `sliced_file`), `models/<id>-<digest>/` hard links in the
+servable's layout. Every name is a digest, a checked model id or the path of a checked `FileEntry`, so nothing that a
+coordinator sends can name a path elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
+from swarmnode.catalog.chunks import MAX_LIST_BYTES, parse_chunks
 from swarmnode.catalog.disk import check_space, full_disk_as_no_space
+from swarmnode.catalog.sliced_file import SlicedFile, marks_path, read_marks
 from swarmnode.errors import Conflict, FetchFailed
 from swarmnode.ids import parse_model_id
 
@@ -39,8 +42,9 @@ class ShardStore:
     def __init__(self, root: Path) -> None:
         self._blobs = root / "blobs"
         self._partial = root / "partial"
+        self._slices = root / "slices"
         self._models = root / "models"
-        for folder in (self._blobs, self._partial, self._models):
+        for folder in (self._blobs, self._partial, self._slices, self._models):
             folder.mkdir(parents=True, exist_ok=True)
 
     def have(self, entry: FileEntry) -> bool:
@@ -72,18 +76,56 @@ class ShardStore:
             return None
         return partial
 
-    def place(self, model: ModelId, entries: Iterable[FileEntry]) -> Path:
+    def open_slice(self, entry: FileEntry, chunk_list: FileEntry) -> SlicedFile:
+        """Own a file that is fetched by chunks; `chunk_list` must be here. Raises Conflict as `begin` does."""
+        return SlicedFile(entry, chunk_list, self._read_list(chunk_list), self._slices)
+
+    def marks(self, entry: FileEntry, chunk_list: FileEntry) -> bytes:
+        """A byte for each chunk of a file, 1 where it is here and checked; empty where its list is not here."""
+        if not self.have(chunk_list):
+            return b""
+        count = len(parse_chunks(self._read_list(chunk_list), entry))
+        if self.have(entry):
+            return b"\1" * count
+        if _plain_size(self._slices / entry.sha256) != entry.size:
+            return bytes(count)
+        return read_marks(marks_path(self._slices, entry.sha256, chunk_list.sha256), count)
+
+    def source_of(self, entry: FileEntry, chunk_list: FileEntry, begin: int, end: int) -> Path:
+        """Where bytes begin … end-1 of a file can be read, all of them checked; raises FetchFailed otherwise."""
+        if self.have(entry):
+            return self._blobs / entry.sha256
+        marks = self.marks(entry, chunk_list)
+        covering = parse_chunks(self._read_list(chunk_list), entry).covering(begin, end) if marks else ()
+        if not marks or not all(marks[index] for index in covering):
+            raise FetchFailed(f"{entry.path}: bytes {begin} to {end - 1} are not here")
+        return self._slices / entry.sha256
+
+    def models(self) -> tuple[str, ...]:
+        """The ids of the models of which files were placed here."""
+        return tuple(sorted({path.name.rpartition("-")[0] for path in self._models.iterdir()}))
+
+    def _read_list(self, chunk_list: FileEntry) -> bytes:
+        if chunk_list.size > MAX_LIST_BYTES or not self.have(chunk_list):
+            raise FetchFailed(f"{chunk_list.path}: is not in the store, or too large for a list of chunks")
+        return (self._blobs / chunk_list.sha256).read_bytes()
+
+    def place(self, model: ModelId, entries: Iterable[FileEntry], sliced: frozenset[str] = frozenset()) -> Path:
         """Lay out exactly these files as `tokenizer/…` and `shards/stage-i/…`; returns the folder.
 
-        Raises FetchFailed if a file is not in the store.
+        Of the paths in `sliced` the chunks that their stage reads were fetched. Raises FetchFailed if a file is not in
+        the store.
         """
         wanted = sorted(entries, key=lambda entry: entry.path)
         folder = self._models / f"{parse_model_id(model)}-{_digest(wanted)}"
         with full_disk_as_no_space(f"placing {model}"):
             for entry in wanted:
-                if not self.have(entry):
+                source = self._blobs / entry.sha256
+                if not self.have(entry) and entry.path in sliced:
+                    source = self._slices / entry.sha256
+                if _plain_size(source) != entry.size:
                     raise FetchFailed(f"{entry.path}: is not in the store, fetch it before it is placed")
-                _link(self._blobs / entry.sha256, folder / entry.path)
+                _link(source, folder / entry.path)
         return folder
 
     def _partial_size(self, entry: FileEntry) -> int:

@@ -90,7 +90,7 @@ def _stored_dtype(stored: Mapping[str, Stored]) -> str:
 
 
 def _fill(model: StageModel, stored: dict[str, Stored], progress: Progress | None, lean: LeanBuilder | None) -> None:
-    if model.tied and model.embedding_name not in stored and "lm_head.weight" in stored:
+    if model.tied and not model.is_first and "lm_head.weight" in stored:
         stored = {**stored, model.embedding_name: stored["lm_head.weight"]}
     shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
     chosen = parts_of(shapes, stored, model.outer)

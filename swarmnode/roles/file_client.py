@@ -1,4 +1,4 @@
-"""A peer's side of a *files* channel: brings the files a stage needs, checked and resumable, into its own store."""
+"""A peer's side of a *files* channel: brings whole files, checked and resumable, into its own store."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from swarmnode.errors import Conflict, FetchFailed, ProtocolError, from_wire
 from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from swarmnode.catalog.manifest import FileEntry
     from swarmnode.catalog.store import PartialFile, ShardStore
-    from swarmnode.roles.context import NodeContext
-    from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.ids import ModelId
     from swarmnode.wire.link import Channel
 
+COORDINATOR = "the coordinator"
 FETCH_PROGRESS_S = 60.0
 """No bytes for this long: the coordinator's disk or the link is stuck, and the load fails rather than waits."""
 SHARED_WAIT_S = 0.25
@@ -26,29 +26,17 @@ REPORT_S = 0.25
 """Progress is reported at most this often."""
 
 
-async def fetch_files(
-    context: NodeContext,
-    spec: LoadSpec,
-    store: ShardStore,
-    report: Callable[[str, int, int], None],
-) -> None:
-    """Bring every file of `spec` that the store lacks. Raises FetchFailed, NoSpace or LinkBroken."""
-    missing = store.missing(spec.files)
-    if not missing:
-        return
-    needed = store.missing_bytes(spec.files)
-    store.check_space(needed)
-    progress = _Progress(report, needed)
-    async with context.roads.to_coordinator("files") as dialed:
-        for entry in missing:
-            await _fetch_file(dialed.up, spec, entry, store, progress)
+class FetchProgress:
+    """Reports bytes that came, of those that are known to be missing."""
 
-
-class _Progress:
-    def __init__(self, report: Callable[[str, int, int], None], total: int) -> None:
-        self._report, self._total = report, total
-        self._done = 0
+    def __init__(self, report: Callable[[str, int, int], None]) -> None:
+        self._report = report
+        self._done = self._total = 0
         self._reported_s = 0.0
+
+    def expect(self, n_bytes: int) -> None:
+        """So many more are to come."""
+        self._total += n_bytes
 
     def add(self, n_bytes: int) -> None:
         """Count what came; 0 for work that is none of the bytes to come, so that nobody takes it for silence."""
@@ -59,16 +47,24 @@ class _Progress:
             self._report("fetching", self._done, self._total)
 
 
+async def fetch_whole(
+    channel: Channel, model: ModelId, missing: Iterable[FileEntry], store: ShardStore, progress: FetchProgress
+) -> None:
+    """Bring whole files over a *files* channel. Raises FetchFailed, NoSpace or LinkBroken."""
+    for entry in missing:
+        await _fetch_file(channel, model, entry, store, progress)
+
+
 async def _fetch_file(
-    channel: Channel, spec: LoadSpec, entry: FileEntry, store: ShardStore, progress: _Progress
+    channel: Channel, model: ModelId, entry: FileEntry, store: ShardStore, progress: FetchProgress
 ) -> None:
     partial = await _begin(store, entry, progress)
     if partial is None:
         return
     with partial:
-        wanted = {"model": spec.model, "path": entry.path, "size": entry.size, "sha256": entry.sha256}
+        wanted = {"model": model, "path": entry.path, "size": entry.size, "sha256": entry.sha256}
         await channel.send(Frame("fetch", {**wanted, "offset": partial.length}))
-        while (frame := await _next(channel, entry)).kind == "data":
+        while (frame := await next_frame(channel, entry)).kind == "data":
             if frame.header["offset"] != partial.length:
                 raise FetchFailed(f"{entry.path}: got offset {frame.header['offset']}, expected {partial.length}")
             await trio.to_thread.run_sync(partial.write, frame.body)
@@ -76,7 +72,7 @@ async def _fetch_file(
         await trio.to_thread.run_sync(partial.finish)
 
 
-async def _begin(store: ShardStore, entry: FileEntry, progress: _Progress) -> PartialFile | None:
+async def _begin(store: ShardStore, entry: FileEntry, progress: FetchProgress) -> PartialFile | None:
     """Own the file's download; while another load of this store fetches it, wait for that one."""
 
     def hashed(_: int) -> None:
@@ -90,14 +86,16 @@ async def _begin(store: ShardStore, entry: FileEntry, progress: _Progress) -> Pa
             await trio.sleep(SHARED_WAIT_S)
 
 
-async def _next(channel: Channel, entry: FileEntry) -> Frame:
+async def next_frame(channel: Channel, entry: FileEntry, source: str = COORDINATOR) -> Frame:
+    """The next `data` or `fetched` of a transfer; raises FetchFailed after FETCH_PROGRESS_S without one, or the error
+    that `source` answered."""
     try:
         with trio.fail_after(FETCH_PROGRESS_S):
             frame = await channel.receive()
     except trio.TooSlowError:
-        raise FetchFailed(f"{entry.path}: no bytes from the coordinator for {FETCH_PROGRESS_S:.0f} s") from None
+        raise FetchFailed(f"{entry.path}: no bytes from {source} for {FETCH_PROGRESS_S:.0f} s") from None
     except trio.EndOfChannel:
-        raise FetchFailed(f"{entry.path}: the coordinator ended the transfer") from None
+        raise FetchFailed(f"{entry.path}: {source} ended the transfer") from None
     if frame.kind == "error":
         raise from_wire(frame.header["code"], frame.header["message"])
     if frame.kind not in ("data", "fetched"):

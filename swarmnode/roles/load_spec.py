@@ -27,6 +27,8 @@ _INTS = (
     "max_group",
     "typical_tokens",
 )
+MAX_SOURCES = 16
+"""A connection to each; a home's link is full long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class LoadSpec:
     typical_tokens: int
     step_costs: bool
     """Every stage measures its step costs anew and logs them."""
+    sources: tuple[tuple[NodeId, str], ...] = ()
+    """Peers that may hold parts of the files, and where they are dialled."""
 
     def header(self) -> dict[str, Any]:
         return {"ring": self.ring, "epoch": list(self.epoch), "stage": self.stage}
@@ -74,6 +78,7 @@ class LoadSpec:
             "step_costs": self.step_costs,
             "quantization": self.quantization,
             "eos_token_ids": list(self.eos_token_ids),
+            "sources": [list(source) for source in self.sources],
             **{name: getattr(self, name) for name in _INTS},
         }
 
@@ -95,6 +100,7 @@ class LoadSpec:
                 schedule=_schedule(body),
                 quantization=_quantization(body),
                 eos_token_ids=tuple(int(token) for token in body["eos_token_ids"]),
+                sources=_sources(body["sources"]),
                 **numbers,
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -106,6 +112,13 @@ def _nodes(body: Mapping[str, Any], num_stages: int) -> tuple[NodeId, ...]:
     if not isinstance(nodes, list) or len(nodes) != num_stages or not all(isinstance(node, str) for node in nodes):
         raise ValueError(f"nodes is not a list of {num_stages} node ids")
     return tuple(NodeId(node) for node in nodes)
+
+
+def _sources(pairs: list[tuple[str, str]]) -> tuple[tuple[NodeId, str], ...]:
+    texts = isinstance(pairs, list) and all(isinstance(text, str) for pair in pairs for text in pair)
+    if not texts or len(pairs) > MAX_SOURCES:
+        raise ValueError(f"sources is not a list of up to {MAX_SOURCES} node ids and addresses")
+    return tuple((NodeId(node), address) for node, address in pairs)
 
 
 def _schedule(body: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.traffic import Counts, Traffic
 
-CHANNEL_KINDS = ("control", "requests", "files", "api", "relay", "steps", "prompts")
+CHANNEL_KINDS = ("control", "requests", "files", "shares", "api", "relay", "steps", "prompts")
 """Each has a connection of its own, so that nothing small waits behind something big."""
 JOIN_KIND = "join"
 """The one channel for a node that has no certificate yet."""
@@ -33,6 +33,7 @@ SERVED_BY = {
     "control": "coordinator",
     "requests": "coordinator",
     "files": "coordinator",
+    "shares": "peer",
     "api": "coordinator",
     "relay": "coordinator",
     JOIN_KIND: "coordinator",

@@ -211,6 +211,8 @@ def _request_kinds() -> tuple[Kind, ...]:
         _kind("text", "requests", (request, _key("text", Text(limits.MAX_TEXT_CHARS)), _key("n", _COUNT))),
         _kind("done", "requests", done, "map"),
         _kind("error", "requests", (_maybe("request", _ID), *_ERROR, _maybe("param", Text(128)))),
+        _kind("logs", "requests", (_key("ask", _ID),)),
+        _kind("logs_tail", "requests", (_key("ask", _ID),), "map"),
     )
 
 
@@ -258,6 +260,16 @@ def _other_kinds() -> tuple[Kind, ...]:
         _key("offset", _COUNT),
         _key("size", _COUNT),
         _key("sha256", Text(64)),
+        _maybe("end", _COUNT),
+        _maybe("list", Text(64)),
+        _maybe("list_size", _COUNT),
+    )
+    ask = (
+        _key("path", Text(256)),
+        _key("size", _COUNT),
+        _key("sha256", Text(64)),
+        _key("list", Text(64)),
+        _key("list_size", _COUNT),
     )
     return (
         _kind("beat", "control", (_key("node", _ID), _key("boot", _ID), _key("seq", _COUNT)), "map"),
@@ -267,6 +279,8 @@ def _other_kinds() -> tuple[Kind, ...]:
         _kind("fetch", "files", fetch),
         _kind("data", "files", (_key("offset", _COUNT),), "raw"),
         _kind("fetched", "files", (_key("size", _COUNT),)),
+        _kind("ask", "files", ask),
+        _kind("have", "files", (_key("sha256", Text(64)),), "raw"),
         _kind("http", "api", (), "raw"),
         _kind("init", "pipe", (), "map"),
         _kind("loading", "pipe", _PROGRESS),

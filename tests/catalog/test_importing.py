@@ -348,6 +348,7 @@ def test_extra_files_stay_behind(source: Path, root: Path) -> None:
     names = {entry.path.rsplit("/", 1)[1] for entry in manifest.files}
     assert names <= {
         "model.safetensors",
+        "model.safetensors.chunks",
         "config.json",
         "generation_config.json",
         "tokenizer.json",

@@ -17,7 +17,7 @@ from swarmnode.config import read_settings
 from swarmnode.errors import FetchFailed, InvalidRequest, ProtocolError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import file_client
-from swarmnode.roles.file_client import fetch_files
+from swarmnode.roles.fetching import fetch_files
 from swarmnode.roles.file_server import serve_files
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import Frame

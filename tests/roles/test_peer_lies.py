@@ -174,7 +174,7 @@ def fetch(tmp_path: Path, **changes: object) -> Path:
     registry = Registry(model.parent)
     entry = next(file for file in registry.get("scripted").files if file.path.startswith("shards/"))
     right = {"model": "scripted", "path": entry.path, "size": entry.size, "sha256": entry.sha256, "offset": 0}
-    path, _ = _locate(registry, Frame("fetch", {**right, **changes}))
+    path, _, _ = _locate(registry, Frame("fetch", {**right, **changes}))
     return path
 
 

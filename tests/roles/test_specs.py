@@ -105,6 +105,10 @@ def test_a_load_that_lacks_something_names_it(name: str) -> None:
         ("schedule", 1),
         ("quantization", "int3"),
         ("quantization", None),
+        ("sources", None),
+        ("sources", [["node"]]),
+        ("sources", [[1, "127.0.0.1:1"]]),
+        ("sources", [["node", "127.0.0.1:1"]] * 17),
     ],
 )
 def test_a_load_with_something_odd_is_refused(name: str, value: object) -> None:

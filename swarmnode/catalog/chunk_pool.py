@@ -1,0 +1,88 @@
+"""Which chunk is fetched from whom: peers give what they have, the coordinator what no peer has. No I/O.
+
+Every source asks for a batch when it has nothing to do. A batch that fails goes back, and its source is out; the
+coordinator takes anything once it has waited, so that a slow peer delays a load and never holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from swarmnode.catalog.chunks import ChunkList
+
+BATCH_BYTES = 16 << 20
+"""Asked for at once: a second of a fast uplink, so that a source that joins late still finds work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks first … end-1 of a file, asked for as one range."""
+
+    file: int
+    first: int
+    end: int
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        return tuple((self.file, index) for index in range(self.first, self.end))
+
+
+class ChunkPool:
+    """`wanted` lists the missing chunks by file. Where this peer begins follows from `turn` (0 … 1): two that fetch the
+    same bytes at once begin in different places, and give each other the rest."""
+
+    def __init__(self, wanted: Mapping[int, Sequence[int]], lists: Sequence[ChunkList], turn: float = 0.0) -> None:
+        order = [(file, index) for file in sorted(wanted) for index in sorted(wanted[file])]
+        start = int(turn * len(order))
+        self._lists = lists
+        self._free = dict.fromkeys([*order[start:], *order[:start]])
+        self._left = set(order)
+        self._has: dict[str, Mapping[int, bytes]] = {}
+
+    @property
+    def over(self) -> bool:
+        """Every chunk has arrived."""
+        return not self._left
+
+    def offer(self, source: str, marks: Mapping[int, bytes]) -> None:
+        """What a peer has: by file a byte for each chunk, 1 where it is there."""
+        self._has[source] = marks
+
+    def drop(self, source: str) -> None:
+        """A peer gives nothing any more."""
+        self._has.pop(source, None)
+
+    def take(self, source: str) -> Batch | None:
+        """The next batch for a peer, of what it has."""
+        return self._batch(lambda piece: self._holds(source, piece))
+
+    def take_rest(self, *, anything: bool) -> Batch | None:
+        """The next batch for the coordinator: what no peer has, or with `anything` whatever nobody fetches now."""
+        return self._batch(lambda piece: anything or not any(self._holds(source, piece) for source in self._has))
+
+    def done(self, file: int, index: int) -> None:
+        self._left.discard((file, index))
+
+    def give_back(self, batch: Batch) -> None:
+        """What of it has not arrived is free again."""
+        self._free.update(dict.fromkeys(piece for piece in batch.pieces if piece in self._left))
+
+    def _holds(self, source: str, piece: tuple[int, int]) -> bool:
+        marks = self._has.get(source, {}).get(piece[0], b"")
+        return piece[1] < len(marks) and marks[piece[1]] == 1
+
+    def _batch(self, fits: Callable[[tuple[int, int]], bool]) -> Batch | None:
+        first = next((piece for piece in self._free if fits(piece)), None)
+        if first is None:
+            return None
+        file, index = first
+        chunks, end, size = self._lists[file], index, 0
+        while (file, end) in self._free and fits((file, end)) and (not size or size + chunks.size(end) <= BATCH_BYTES):
+            size += chunks.size(end)
+            del self._free[(file, end)]
+            end += 1
+        return Batch(file, index, end)

@@ -1,0 +1,252 @@
+"""Fetch a stage's part of its shards by chunks: from every peer that has some of them, and from the coordinator.
+
+The coordinator gives what no peer has, and takes over what a peer is too slow for. A source that lies, stalls or leaves
+is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.catalog.chunk_pool import ChunkPool
+from swarmnode.catalog.chunks import header_of
+from swarmnode.catalog.slices import slice_tensors
+from swarmnode.errors import Conflict, FetchFailed, ProtocolError, SwarmError
+from swarmnode.roles.file_client import COORDINATOR, SHARED_WAIT_S, next_frame
+from swarmnode.wire.address import parse_address
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import LinkOptions
+from swarmnode.wire.nursery import open_flat_nursery
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from swarmnode.catalog.chunk_pool import Batch
+    from swarmnode.catalog.manifest import FileEntry
+    from swarmnode.catalog.sliced_file import SlicedFile
+    from swarmnode.catalog.store import ShardStore
+    from swarmnode.ids import NodeId
+    from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.file_client import FetchProgress
+    from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.link import Channel
+
+FIRST_ANSWERS_S = 3.0
+"""The coordinator is asked for nothing until the peers have said what they have, or for this long."""
+ASK_AGAIN_S = 1.0
+"""Another peer that loads now has more every second."""
+PATIENCE_S = 5.0
+"""The coordinator, with nothing else to give, waits so long before it gives what a peer was to give."""
+BATCH_S = 60.0
+"""For one batch of a peer: 16 MiB at 2 Mbit/s, slower than any uplink worth waiting for."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard and the list of its chunks, which is in the store."""
+
+    entry: FileEntry
+    chunk_list: FileEntry
+
+
+async def fetch_slices(
+    context: NodeContext, spec: LoadSpec, store: ShardStore, shards: Sequence[Shard], progress: FetchProgress
+) -> None:
+    """Bring the part of `shards` that the stage of `spec` reads; `shards` in the order in which all loads lock them.
+
+    Raises FetchFailed, NoSpace or LinkBroken.
+    """
+    async with _opened(store, shards, progress) as files:
+        fetch = _SliceFetch(context, spec, shards, files, progress)
+        await fetch.run(store)
+
+
+@asynccontextmanager
+async def _opened(
+    store: ShardStore, shards: Sequence[Shard], progress: FetchProgress
+) -> AsyncIterator[list[SlicedFile]]:
+    files: list[SlicedFile] = []
+    try:
+        for shard in shards:
+            files += [await _open(store, shard, progress)]
+        yield files
+    finally:
+        with trio.CancelScope(shield=True):  # ends with the disk's last few MiB; what they hold is not fetched again
+            for file in files:
+                await trio.to_thread.run_sync(file.close)
+
+
+async def _open(store: ShardStore, shard: Shard, progress: FetchProgress) -> SlicedFile:
+    """Own the shard; while another load of this store fetches from it, wait for that one."""
+    while True:
+        try:
+            return await trio.to_thread.run_sync(store.open_slice, shard.entry, shard.chunk_list)
+        except Conflict:
+            progress.add(0)
+            await trio.sleep(SHARED_WAIT_S)
+
+
+class _SliceFetch:
+    def __init__(
+        self,
+        context: NodeContext,
+        spec: LoadSpec,
+        shards: Sequence[Shard],
+        files: Sequence[SlicedFile],
+        progress: FetchProgress,
+    ) -> None:
+        self._context, self._spec, self._progress = context, spec, progress
+        self._shards, self._files = shards, files
+        self._lists = [file.chunks for file in files]
+        self._pool = ChunkPool({}, self._lists)
+        self._silent = {node for node, _ in spec.sources}
+        """Peers that have not said yet what they have."""
+        self._changed = trio.Event()
+        self._came: dict[str, int] = {}
+
+    async def run(self, store: ShardStore) -> None:
+        if not any(file.missing([0]) for file in self._files) and not any(self._missing()):
+            return
+        options = LinkOptions(traffic=self._context.traffic)
+        async with self._context.roads.to_coordinator("files", options) as dialed:
+            headers = {index: [0] for index, file in enumerate(self._files) if file.missing([0])}
+            self._expect(store, headers)
+            await self._fetch(dialed.up, headers, ())
+            missing = dict(enumerate(self._missing()))
+            self._expect(store, missing)
+            await self._fetch(dialed.up, missing, self._spec.sources)
+        self._context.emit("fetched", {"model": self._spec.model, "stage": self._spec.stage, "bytes": self._came})
+
+    def _expect(self, store: ShardStore, missing: dict[int, list[int]]) -> None:
+        needed = sum(self._lists[file].size(index) for file, indices in missing.items() for index in indices)
+        store.check_space(needed)
+        self._progress.expect(needed)
+
+    def _missing(self) -> list[list[int]]:
+        """By shard, the chunks that the stage reads and that are not here; the headers are."""
+        spec = self._spec
+        headers = [header_of(file.read(0), file.entry) for file in self._files]
+        tensors = slice_tensors(headers, spec.first_layer, spec.end_layer, spec.num_layers)
+        found = []
+        for file, chosen in zip(self._files, tensors, strict=True):
+            spans = [file.chunks.covering(entry.begin, entry.end) for entry in chosen.values()]
+            found.append(file.missing(sorted({index for span in spans for index in span})))
+        return found
+
+    async def _fetch(
+        self, coordinator: Channel, missing: dict[int, list[int]], sources: Sequence[tuple[NodeId, str]]
+    ) -> None:
+        self._pool = ChunkPool(missing, self._lists, _turn(self._context.identity.node))
+        async with open_flat_nursery() as nursery:
+            for node, address in sources if not self._pool.over else ():
+                nursery.start_soon(self._from_peer, node, address)
+            with trio.move_on_after(FIRST_ANSWERS_S):
+                while sources and self._silent and not self._pool.over:
+                    await self._changed.wait()
+            await self._from_coordinator(coordinator)
+            nursery.cancel_scope.cancel()
+
+    async def _from_coordinator(self, channel: Channel) -> None:
+        waited = False
+        while not self._pool.over:
+            batch = self._pool.take_rest(anything=waited)
+            if batch is not None:
+                await self._bring(channel, batch, COORDINATOR)
+                waited = False
+                continue
+            with trio.move_on_after(PATIENCE_S) as patience:
+                await self._changed.wait()
+            waited = patience.cancelled_caught
+
+    async def _from_peer(self, node: NodeId, address: str) -> None:
+        """Ask a peer for what it has until all is here; one that fails is left out and named in the log."""
+        options = LinkOptions(traffic=self._context.traffic, node=node)
+        try:
+            way = self._context.roads.to_peer(node, [parse_address(address)], "shares", options)
+            async with way as dialed:
+                name = dialed.up.welcome.identity.name if dialed.up.welcome is not None else node
+                while not self._pool.over:
+                    await self._ask(dialed.up, node)
+                    while (batch := self._pool.take(node)) is not None:
+                        with trio.fail_after(BATCH_S):
+                            await self._bring(dialed.up, batch, name)
+                    await trio.sleep(ASK_AGAIN_S)
+        except (SwarmError, trio.TooSlowError) as error:
+            _log.info("%s: nothing more is fetched from %s: %s", self._spec.model, node[:8], error or "it is too slow")
+        finally:
+            self._pool.drop(node)
+            self._heard(node)
+
+    async def _ask(self, channel: Channel, node: NodeId) -> None:
+        marks = {}
+        for index, shard in enumerate(self._shards):
+            await channel.send(Frame("ask", _named(shard)))
+            with trio.fail_after(FIRST_ANSWERS_S):
+                frame = await channel.receive()
+            if frame.kind != "have" or frame.header["sha256"] != shard.entry.sha256:
+                raise ProtocolError(f"a shares channel answered ask with {frame.kind}")
+            marks[index] = frame.body
+        self._pool.offer(node, {index: bytes(body) for index, body in marks.items()})
+        self._heard(node)
+
+    def _heard(self, node: NodeId) -> None:
+        self._silent.discard(node)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _bring(self, channel: Channel, batch: Batch, source: str) -> None:
+        """One range, each chunk checked as it is complete; what did not come is free for others again."""
+        file = self._files[batch.file]
+        try:
+            await self._receive(channel, batch, source)
+        finally:
+            self._pool.give_back(batch)
+            with trio.CancelScope(shield=True):  # as long as the disk takes for a batch
+                await trio.to_thread.run_sync(file.flush)
+            self._wake()
+
+    async def _receive(self, channel: Channel, batch: Batch, source: str) -> None:
+        file, shard = self._files[batch.file], self._shards[batch.file]
+        at, end, index = file.chunks.begin(batch.first), file.chunks.ends[batch.end - 1], batch.first
+        await channel.send(Frame("fetch", {**_named(shard), "model": self._spec.model, "offset": at, "end": end}))
+        arrived = bytearray()
+        while (frame := await next_frame(channel, shard.entry, source)).kind == "data":
+            if frame.header["offset"] != at or at + len(frame.body) > end:
+                raise FetchFailed(
+                    f"{shard.entry.path}: {source} sent offset {frame.header['offset']}, expected is {at}"
+                )
+            at += len(frame.body)
+            arrived += frame.body
+            self._progress.add(0)
+            while index < batch.end and len(arrived) >= (size := file.chunks.size(index)):
+                await trio.to_thread.run_sync(file.write, index, bytes(arrived[:size]))
+                del arrived[:size]
+                self._pool.done(batch.file, index)
+                self._came[source] = self._came.get(source, 0) + size
+                self._progress.add(size)
+                index += 1
+        if index != batch.end:
+            raise FetchFailed(f"{shard.entry.path}: {source} sent {at} of the first {end} bytes")
+
+
+def _named(shard: Shard) -> dict[str, Any]:
+    """How frames name a shard."""
+    entry, chunk_list = shard.entry, shard.chunk_list
+    content = {"path": entry.path, "size": entry.size, "sha256": entry.sha256}
+    return {**content, "list": chunk_list.sha256, "list_size": chunk_list.size}
+
+
+def _turn(node: NodeId) -> float:
+    """Where this peer begins, from 0 to 1: the same for every load, and spread over the peers."""
+    return int.from_bytes(hashlib.sha256(node.encode()).digest()[:4], "big") / (1 << 32)

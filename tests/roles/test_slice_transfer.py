@@ -1,0 +1,398 @@
+"""A stage's part of its shards: from the coordinator and from peers, continued after a cut, and never a wrong byte."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import trio
+from contexts import node_context
+from load_specs import one_stage_load
+from safetensors.numpy import save_file
+
+from swarmnode.catalog import chunk_pool, disk, shards
+from swarmnode.catalog.chunks import parse_chunks
+from swarmnode.catalog.importing import import_model
+from swarmnode.catalog.registry import Registry
+from swarmnode.catalog.safetensors_header import read_header
+from swarmnode.catalog.store import ShardStore
+from swarmnode.config import read_settings
+from swarmnode.errors import FetchFailed, LinkBroken, NoSpace
+from swarmnode.ids import BootId, NodeId
+from swarmnode.roles import slice_client
+from swarmnode.roles.fetching import fetch_files
+from swarmnode.roles.file_server import serve_files, serve_shares
+from swarmnode.wire.address import Address
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import Identity
+from swarmnode.wire.memory import MemoryNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.link import Channel, Hello
+
+    Spoil = Callable[[Frame], Awaitable[Frame | None]]
+    """What a server's frame becomes on its way out; None: it is not sent."""
+
+SHARD = "shards/stage-0/model.safetensors"
+LAYERS, HIDDEN = 4, 16
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A Llama in name, its weights numbers that differ everywhere."""
+    folder.mkdir()
+    shapes = {"model.embed_tokens.weight": (64, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (64, HIDDEN)}
+    for layer in range(LAYERS):
+        shapes[f"model.layers.{layer}.mlp.up_proj.weight"] = (96, HIDDEN)
+        shapes[f"model.layers.{layer}.norm.weight"] = (HIDDEN,)
+    rng = np.random.default_rng(1)
+    save_file({n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS}
+    config |= {"hidden_size": HIDDEN, "vocab_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+class Swarm:
+    """A coordinator with one model of one shard, and peers, each with a store, on one network."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest = import_model(str(write_checkpoint(folder / "tiny")), folder / "models", stages=1)
+        self.registry = Registry(folder / "models")
+        self.files = manifest.files
+        self.original = folder / "models" / "tiny" / SHARD
+        self.network = MemoryNetwork()
+        self.stores: dict[str, ShardStore] = {}
+        self.addresses: dict[str, Address] = {}
+        self.served: dict[str, int] = {}
+        self.spoils: dict[str, Spoil] = {}
+        self.reports: list[tuple[int, int]] = []
+        self._folder = folder
+        self._settings = read_settings(folder, environ={})
+
+    @property
+    def shard(self) -> Any:
+        return next(entry for entry in self.files if entry.path == SHARD)
+
+    def store(self, name: str) -> ShardStore:
+        return self.stores.setdefault(name, ShardStore(self._folder / f"store-{name}"))
+
+    @property
+    def chunk_list(self) -> Any:
+        return next(entry for entry in self.files if entry.path == SHARD + ".chunks")
+
+    def marks(self, name: str) -> bytes:
+        return self.store(name).marks(self.shard, self.chunk_list)
+
+    def missing_bytes(self, name: str) -> int:
+        chunks = parse_chunks((self.original.parent / "model.safetensors.chunks").read_bytes(), self.shard)
+        return sum(chunks.size(index) for index, mark in enumerate(self.marks(name)) if not mark)
+
+    def spec(self, name: str, first: int, end: int, *sources: str) -> LoadSpec:
+        load = one_stage_load(self.files, name)
+        known = tuple((NodeId(source), str(self.addresses[source])) for source in sources)
+        return replace(load, model=self.registry.get("tiny").model_id, first_layer=first, end_layer=end, sources=known)
+
+    async def open(self, nursery: trio.Nursery, *peers: str) -> None:
+        for name in ("house", *peers):
+            self.addresses[name] = await nursery.start(self._listen, name)
+
+    async def fetch(self, name: str, first: int, end: int, *sources: str) -> dict[str, Any]:
+        """Fetch and place the slice; returns the bytes of its tensors, by name."""
+        context = node_context(_identity(name), self.network, self._settings, [self.addresses["house"]])
+        spec = self.spec(name, first, end, *sources)
+        sliced = await fetch_files(context, spec, self.store(name), lambda _, *counts: self.reports.append(counts))
+        folder = self.store(name).place(spec.model, spec.files, sliced)
+        return _tensors(folder / SHARD, first, end)
+
+    def check(self, tensors: dict[str, Any], first: int, end: int) -> None:
+        assert tensors == _tensors(self.original, first, end)
+
+    async def _listen(self, name: str, *, task_status: trio.TaskStatus[Address]) -> None:
+        async def handler(kind: str, hello: Hello, channel: Channel) -> None:
+            self._watch(name, channel)
+            if kind == "files":
+                await serve_files(self.registry, channel)
+            else:
+                await serve_shares(self.store(name), channel)
+
+        await self.network.listen(Address("127.0.0.1", 0), handler, _identity(name), task_status=task_status)
+
+    def _watch(self, name: str, channel: Channel) -> None:
+        send = channel.send
+
+        async def watched(frame: Frame) -> None:
+            spoil = self.spoils.get(name)
+            out = frame if spoil is None else await spoil(frame)
+            if out is not None:
+                self.served[name] = self.served.get(name, 0) + (len(out.body) if out.kind == "data" else 0)
+                await send(out)
+
+        channel.send = watched  # type: ignore[method-assign]
+
+
+def _identity(name: str) -> Identity:
+    return Identity(NodeId(name), BootId(name), name, listen=("127.0.0.1:1",))
+
+
+def _tensors(path: Path, first: int, end: int) -> dict[str, Any]:
+    content = path.read_bytes()
+    ours = {f"model.layers.{layer}." for layer in range(first, end)}
+    ours |= {"model.embed"} if first == 0 else set()
+    ours |= {"model.norm", "lm_head"} if end == LAYERS else set()
+    chosen = {n: e for n, e in read_header(path).items() if any(n.startswith(prefix) for prefix in ours)}
+    return {name: content[entry.begin : entry.end] for name, entry in chosen.items()}
+
+
+def _size(tensors: dict[str, Any]) -> int:
+    return sum(len(content) for content in tensors.values())
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
+    monkeypatch.setattr(shards, "COPY_BYTES", 1000)
+    monkeypatch.setattr(chunk_pool, "BATCH_BYTES", 4000)
+    monkeypatch.setattr(slice_client, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(slice_client, "FIRST_ANSWERS_S", 0.5)
+    return Swarm(tmp_path)
+
+
+async def test_a_stage_gets_the_bytes_of_its_tensors_and_no_others(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        for first, end in ((1, 2), (0, 1), (2, 4)):
+            before = swarm.served.get("house", 0)
+            tensors = await swarm.fetch(f"attic{first}", first, end)
+            swarm.check(tensors, first, end)
+            small = sum(entry.size for entry in swarm.files if entry.path != SHARD)
+            header = min(entry.begin for entry in read_header(swarm.original).values())
+            assert swarm.served["house"] - before == small + header + _size(tensors)
+            assert swarm.reports[-1][0] == swarm.reports[-1][1]
+        nursery.cancel_scope.cancel()
+
+
+async def test_another_slice_takes_only_what_it_lacks_and_the_same_one_nothing(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        await swarm.fetch("attic", 0, 2)
+        before = swarm.served["house"]
+        swarm.check(await swarm.fetch("attic", 1, 3), 1, 3)
+        assert swarm.served["house"] - before == _size(_tensors(swarm.original, 2, 3))
+        before = swarm.served["house"]
+        swarm.check(await swarm.fetch("attic", 0, 3), 0, 3)
+        assert swarm.served["house"] == before
+        nursery.cancel_scope.cancel()
+
+
+def after(count: int, then: Spoil) -> Spoil:
+    """Let `count` data frames pass."""
+    left = [count]
+
+    async def spoil(frame: Frame) -> Frame | None:
+        left[0] -= frame.kind == "data"
+        return frame if left[0] >= 0 else await then(frame)
+
+    return spoil
+
+
+async def altered(frame: Frame) -> Frame:
+    body = bytes(frame.body)
+    return Frame(frame.kind, frame.header, bytes([body[0] ^ 1]) + body[1:]) if frame.kind == "data" else frame
+
+
+async def leaves(frame: Frame) -> Frame | None:
+    raise LinkBroken("it left")
+
+
+async def silent(frame: Frame) -> Frame | None:
+    await trio.sleep_forever()
+    raise AssertionError
+
+
+async def ends_early(frame: Frame) -> Frame:
+    return Frame("fetched", {"size": 5}) if frame.kind == "data" else frame
+
+
+async def elsewhere(frame: Frame) -> Frame:
+    return Frame("data", {"offset": 7}, frame.body) if frame.kind == "data" else frame
+
+
+async def longer(frame: Frame) -> Frame:
+    return Frame("data", frame.header, bytes(1 << 20)) if frame.kind == "data" else frame
+
+
+async def more_marks(frame: Frame) -> Frame:
+    return Frame("have", frame.header, b"\1" * 5000) if frame.kind == "have" else frame
+
+
+async def test_a_fetch_that_was_cut_goes_on(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        swarm.spoils["house"] = after(6, leaves)
+        with pytest.raises(LinkBroken):
+            await swarm.fetch("attic", 0, 4)
+        assert swarm.marks("attic").count(1) > 1
+        missing = swarm.missing_bytes("attic")
+        del swarm.spoils["house"]
+        before = swarm.served["house"]
+        swarm.check(await swarm.fetch("attic", 0, 4), 0, 4)
+        assert swarm.served["house"] - before == missing
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_cancelled_fetch_keeps_what_came(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        swarm.spoils["house"] = after(8, silent)
+        with trio.move_on_after(0.3):
+            await swarm.fetch("attic", 0, 4)
+        assert swarm.marks("attic").count(1) > 1
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [(altered, "sha256"), (ends_early, "sent"), (elsewhere, "offset 7"), (longer, "expected is")],
+)
+async def test_a_coordinator_that_sends_something_else_fails_the_load_and_nothing_of_it_is_kept(
+    swarm: Swarm, lie: Spoil, message: str
+) -> None:
+    whole = sum(entry.path != SHARD for entry in swarm.files)
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        swarm.spoils["house"] = after(whole + 1, lie)
+        with pytest.raises(FetchFailed, match=f"model.safetensors: .*{message}"):
+            await swarm.fetch("attic", 0, 4)
+        assert sum(swarm.marks("attic")) == 1  # the header, before the lies began
+        del swarm.spoils["house"]
+        swarm.check(await swarm.fetch("attic", 0, 4), 0, 4)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_gives_what_it_has(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic")
+        await swarm.fetch("attic", 0, 3)
+        before = swarm.served["house"]
+        swarm.check(await swarm.fetch("cellar", 1, 4, "attic"), 1, 4)
+        assert swarm.served["attic"] == _size(_tensors(swarm.original, 1, 3))
+        small = sum(entry.size for entry in swarm.files if entry.path != SHARD)
+        header = min(entry.begin for entry in read_header(swarm.original).values())
+        last = _size(_tensors(swarm.original, 3, 4))
+        assert swarm.served["house"] - before == small + header + last
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        altered,
+        ends_early,
+        elsewhere,
+        longer,
+        leaves,
+        silent,
+        more_marks,
+        after(2, altered),
+        after(1, leaves),
+        after(2, silent),
+    ],
+)
+async def test_a_peer_that_lies_leaves_or_stalls_costs_time_and_nothing_else(
+    swarm: Swarm, lie: Spoil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_client, "BATCH_S", 0.3)
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic")
+        await swarm.fetch("attic", 0, 3)
+        swarm.spoils["attic"] = lie
+        with trio.fail_after(20):
+            swarm.check(await swarm.fetch("cellar", 0, 4, "attic"), 0, 4)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_source_that_nobody_answers_at_is_passed_over(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        swarm.addresses["ghost"] = Address("127.0.0.1", 9)
+        swarm.check(await swarm.fetch("cellar", 0, 4, "ghost"), 0, 4)
+        nursery.cancel_scope.cancel()
+
+
+async def test_two_that_load_the_same_at_once_share(swarm: Swarm) -> None:
+    async def slow(frame: Frame) -> Frame:
+        await trio.sleep(0.03 if frame.kind == "data" else 0)
+        return frame
+
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic", "cellar")
+        swarm.spoils["house"] = slow
+        async with trio.open_nursery() as both:
+            both.start_soon(swarm.fetch, "attic", 0, 4, "cellar")
+            both.start_soon(swarm.fetch, "cellar", 0, 4, "attic")
+        for name in ("attic", "cellar"):
+            assert all(swarm.marks(name))
+            assert swarm.served[name] > 0
+        assert swarm.served["house"] < 2 * swarm.shard.size
+        nursery.cancel_scope.cancel()
+
+
+async def test_two_loads_of_one_peer_take_turns(swarm: Swarm) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        async with trio.open_nursery() as both:
+            both.start_soon(swarm.fetch, "attic", 0, 3)
+            both.start_soon(swarm.fetch, "attic", 1, 4)
+        small = sum(entry.size for entry in swarm.files if entry.path != SHARD)
+        assert swarm.served["house"] <= 2 * small + swarm.shard.size
+        assert all(swarm.marks("attic"))
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_disk_too_small_for_the_slice_is_said_before_it_is_fetched(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        need = _size(_tensors(swarm.original, 0, 1))
+        monkeypatch.setattr(disk, "free_bytes", lambda _: disk.RESERVE_BYTES + need - 1)
+        with pytest.raises(NoSpace, match="fetching the model's files needs"):
+            await swarm.fetch("attic", 0, 1)
+        assert sum(swarm.marks("attic")) == 1
+        monkeypatch.setattr(disk, "free_bytes", lambda _: disk.RESERVE_BYTES + need)
+        swarm.check(await swarm.fetch("attic", 0, 1), 0, 1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_older_import_is_fetched_whole(swarm: Swarm) -> None:
+    swarm.files = tuple(entry for entry in swarm.files if not entry.path.endswith(".chunks"))
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        swarm.check(await swarm.fetch("attic", 1, 2), 1, 2)
+        assert swarm.store("attic").have(swarm.shard)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"path": "../x.safetensors"}, {"sha256": "../../etc/passwd"}, {"list": "x"}, {"end": 1 << 40}, {"offset": 10**6}],
+)
+async def test_a_share_is_named_by_digests_and_within_the_file(swarm: Swarm, wrong: dict[str, object]) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic")
+        await swarm.fetch("attic", 0, 4)
+        lists = swarm.chunk_list
+        right = {"path": SHARD, "size": swarm.shard.size, "sha256": swarm.shard.sha256, "model": "tiny", "offset": 0}
+        right |= {"list": lists.sha256, "list_size": lists.size}
+        async with swarm.network.dial(swarm.addresses["attic"], "shares", _identity("cellar")) as channel:
+            await channel.send(Frame("fetch", {**right, **wrong}))
+            answer = await channel.receive()
+            assert (answer.kind, answer.header["code"]) == ("error", "invalid_request")
+        nursery.cancel_scope.cancel()
