@@ -24,7 +24,7 @@ from swarmnode.cluster.ring_life_messages import (
 from swarmnode.driver import Driver
 from swarmnode.errors import Conflict, LinkBroken, ProtocolError
 from swarmnode.ids import BootId, ModelId, NodeId, RingId
-from swarmnode.roles.dialing_back import dial_back
+from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.file_sources import with_sources
 from swarmnode.roles.loaded_ring import LoadedRing
@@ -38,6 +38,7 @@ from swarmnode.roles.ring_record import from_record, to_record
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -75,6 +76,7 @@ class Coordinator:
         self.rings: dict[RingId, LoadedRing] = {}
         self.ended: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over, so that status can say what became of it."""
+        self._dial_backs = DialBacks(context.transport)
         self._controls: dict[tuple[NodeId, BootId], Outbox] = {}
         """Frames for control channels: of connected peers, and of a `doctor` that asks as one of them."""
         self.relay = Relay(self._tell, context.traffic)
@@ -245,7 +247,9 @@ class Coordinator:
                     if frame.kind == "beat":
                         self._take_beat(hello.identity, frame)
                     elif frame.kind == "dial_back":
-                        outbox.post(await dial_back(self.context.transport, hello.identity, channel.source))
+                        # what was polled or relayed comes from a tunnel's end, which may be on this machine
+                        source = channel.source if channel.route == DIRECT else ""
+                        outbox.post(await self._dial_backs.answer(hello.identity, source))
                 nursery.cancel_scope.cancel()
         finally:
             if self._controls.get(whose) is outbox:  # else it came back on a newer one

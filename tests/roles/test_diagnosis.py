@@ -7,13 +7,16 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
+import trio.testing
 from credentials import Swarm
 
 from swarmnode.errors import InvalidRequest
 from swarmnode.ids import BootId, NodeId
-from swarmnode.roles import diagnosis
-from swarmnode.roles.dialing_back import _allowed, dial_back
+from swarmnode.roles import diagnosis, dialing_back
+from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
+from swarmnode.wire.address import Address
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
@@ -120,16 +123,97 @@ def asked_by(node: str, *listen: str) -> Identity:
     return Identity(NodeId(node), BootId("boot"), "attic", ("peer",), listen=listen)
 
 
-@pytest.mark.parametrize("listen", [(), ("169.254.169.254:80",), ("[fe80::1]:7700",), ("192.0.2.1:0",), ("nonsense",)])
-def test_members_cannot_have_the_coordinator_dial_anything(listen: tuple[str, ...]) -> None:
+NEVER = [
+    "169.254.169.254:80",
+    "2852039166:80",
+    "0xa9fea9fe:80",
+    "169.254.43518:80",
+    "[::ffff:169.254.169.254]:80",
+    "[64:ff9b::a9fe:a9fe]:80",
+    "[fe80::1]:7700",
+    "0.0.0.0:7701",
+    "0:7701",
+    "[::]:7701",
+    "224.0.0.1:80",
+    "[ff02::1]:80",
+    "192.0.2.1:0",
+    "nonsense",
+]
+HERE = ["127.0.0.1:7701", "localhost:7701", "127.1:22", "2130706433:22", "[::1]:22"]
+
+
+@pytest.mark.parametrize("listen", [*NEVER, *HERE])
+async def test_members_cannot_have_the_coordinator_dial_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str
+) -> None:
+    async def connected(address: Address) -> trio.SocketStream:
+        raise AssertionError(f"it dialled {address}")
+
+    monkeypatch.setattr(dialing_back, "connect", connected)
+    house = Swarm(tmp_path).node("house", ("coordinator", "peer"))
+    answer = await DialBacks(DirectTransport(house.tls())).answer(asked_by("attic", listen), "192.0.2.9")
+    assert answer.header["ok"] is False
+
+
+async def test_what_is_dialled_is_what_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the name, which could stand for another address a moment later."""
+    hosts = {"den": ["192.168.1.8"], "both": ["192.168.1.8", "127.0.0.1"]}
+
+    async def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        return [(2, 1, 6, "", (ip, port)) for ip in hosts[host]]
+
+    monkeypatch.setattr(trio.socket, "getaddrinfo", resolve)
+    assert await dialing_back.resolved(Address("den", 7700), "192.168.1.9") == Address("192.168.1.8", 7700)
     with pytest.raises(InvalidRequest):
-        _allowed(asked_by("attic", *listen))
+        await dialing_back.resolved(Address("both", 7700), "192.168.1.9")
+
+
+async def test_a_closed_port_and_a_foreign_one_look_alike(tmp_path: Path) -> None:
+    house = Swarm(tmp_path).node("house", ("coordinator", "peer"))
+    dials, said = DialBacks(DirectTransport(house.tls())), set()
+
+    async def hang_up(stream: trio.SocketStream) -> None:
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = listener.socket.getsockname()[1]
+        nursery.start_soon(trio.serve_listeners, hang_up, [listener])
+        said.add((await dials.answer(asked_by("attic", f"127.0.0.1:{port}"), "127.0.0.1")).header["message"])
+        nursery.cancel_scope.cancel()
+    said.add((await dials.answer(asked_by("attic", f"127.0.0.1:{port}"), "127.0.0.1")).header["message"])
+    assert said == {f"this node was not reached at 127.0.0.1:{port}; your packets come from 127.0.0.1"}
+
+
+async def test_a_member_has_a_few_dials_and_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
+) -> None:
+    house = Swarm(tmp_path).node("house", ("coordinator", "peer"))
+    dials, dialled, go_on = DialBacks(DirectTransport(house.tls())), [], trio.Event()
+
+    async def reach(tls: object, address: Address, node: str) -> None:
+        dialled.append(node)
+        await go_on.wait()
+
+    async def ask(node: str) -> bool:
+        return bool((await dials.answer(asked_by(node, "192.0.2.1:80"), "192.0.2.9")).header["ok"])
+
+    monkeypatch.setattr(dialing_back, "reach", reach)
+    for node in ("attic", "den"):
+        nursery.start_soon(ask, node)
+    with trio.fail_after(5):
+        while len(dialled) < 2:  # noqa: ASYNC110 - a thread resolves in between
+            await trio.sleep(0.01)
+    assert not await ask("attic"), "while one is under way"
+    go_on.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert sum([await ask("attic") for _ in range(20)]) == dialing_back.BURST - 1
+    assert await ask("cellar")
 
 
 async def test_the_dial_proves_who_answers(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path)
     house, attic, other = (swarm.node(name, ("coordinator", "peer")) for name in ("house", "attic", "other"))
-    import trio
 
     async def handler(*_: object) -> None:
         raise AssertionError("nobody opens a channel")
@@ -138,19 +222,17 @@ async def test_the_dial_proves_who_answers(tmp_path: Path) -> None:
         transport = DirectTransport(attic.tls())
 
         async def listen(*, task_status: trio.TaskStatus[object]) -> None:
-            from swarmnode.wire.address import Address
-
             await transport.listen(Address("127.0.0.1", 0), handler, attic.identity, task_status=task_status)
 
         address = str(await nursery.start(listen))
-        dialing = DirectTransport(house.tls())
-        answer = await dial_back(dialing, asked_by(attic.node, address), "192.0.2.9")
+        dials = DialBacks(DirectTransport(house.tls()))
+        answer = await dials.answer(asked_by(attic.node, address), "127.0.0.1")
         assert answer.header["ok"] is True
         assert answer.header["time_s"] > 0
-        answer = await dial_back(dialing, asked_by(other.node, address), "192.0.2.9")
+        answer = await dials.answer(asked_by(other.node, address), "127.0.0.1")
         assert answer.header["ok"] is False
         assert "another node answers" in answer.header["message"]
-        assert "come from 192.0.2.9" in answer.header["message"]
+        assert "come from 127.0.0.1" in answer.header["message"]
         nursery.cancel_scope.cancel()
-    answer = await dial_back(MemoryNetwork(), asked_by(attic.node, address), "")
+    answer = await DialBacks(MemoryNetwork()).answer(asked_by(attic.node, address), "")
     assert answer.header["ok"] is False
