@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import openai
@@ -13,7 +14,7 @@ import pytest
 from local_swarms import REPLY, Swarm, alive, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 pytestmark = pytest.mark.e2e
 MODEL = "scripted"
@@ -21,7 +22,7 @@ ERROR_WITHIN_S = 5.0
 """The promise: a client hears of a lost stage within this."""
 
 
-def reading(swarm: Swarm, model: str = MODEL) -> Iterator[str]:
+def reading(swarm: Swarm, model: str = MODEL) -> Generator[str, None, None]:
     """A long reply, as a stream of texts."""
     stream = swarm.openai.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "long"}], stream=True
@@ -36,7 +37,7 @@ def ask(swarm: Swarm, model: str = MODEL, text: str = "hello") -> str | None:
     return reply.choices[0].message.content
 
 
-def lose(swarm: Swarm, texts: Iterator[str], kill: int) -> str:
+def lose(swarm: Swarm, texts: Generator[str, None, None], kill: int) -> str:
     """Kill a process in the middle of a reply; the client must hear of it in time, with the stable code.
 
     Returns the words it hears.
@@ -63,7 +64,8 @@ def test_a_killed_worker(fresh_swarm: Swarm, stage: int) -> None:
     assert next(other)
     heard = lose(swarm, reading(swarm), workers[peer])
     assert f"stage {stage}'s worker was ended by SIGKILL" in heard, "the cause, not what a neighbour saw of it"
-    assert len("".join(other)) > 1000, "the other ring goes on"
+    assert len("".join(islice(other, 100))) >= 100, "the other ring goes on"
+    other.close()
     wait_until(lambda: not any(alive(pid) for pid in workers.values()), "both workers have ended")
     lost = swarm.status(MODEL)
     assert lost["state"] == "lost"
