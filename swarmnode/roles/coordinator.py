@@ -35,6 +35,7 @@ from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
 from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.roles.ring_record import from_record, to_record
+from swarmnode.roles.worker_logs import LogAsks
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
@@ -85,6 +86,7 @@ class Coordinator:
         self.serve_api: Callable[[str, Channel], Awaitable[None]] | None = None
         """Serves a call that the peer of that name forwards; None while there is no API."""
         self.lifecycle = RingLifecycle(lambda: self.rings.values(), context.settings, self._emit)
+        self.logs = LogAsks(self.post)
         self._epoch = 0
         self._membership = Membership()
         self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
@@ -328,6 +330,9 @@ class Coordinator:
         """One frame of a peer. It may speak only of rings it is part of, and only for its own stage."""
         if frame.kind in REQUEST_KINDS:
             self._take_reply(node, frame)
+            return
+        if frame.kind == "logs_tail":
+            self.logs.take(node, frame)
             return
         ring = self.rings.get(RingId(frame.header["ring"])) if "ring" in frame.header else None
         if frame.kind == "stage_ready" and (ring is None or ring.ending):

@@ -15,6 +15,7 @@ from swarmnode.roles.load_spec import LoadSpec
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.reports import MAX_MODELS_KEPT
 from swarmnode.roles.stage_host import StageHost
+from swarmnode.roles.worker_logs import KeptLogs
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
@@ -61,6 +62,7 @@ class Peer:
         self._resources = resources
         self._store = store
         self._hosts: dict[RingId, StageHost] = {}
+        self._logs = KeptLogs()
         self._outbox = Outbox()
         self._connected = False
         self._holding: trio.Nursery | None = None
@@ -216,6 +218,9 @@ class Peer:
         if frame.kind == "issued":
             self._coordinators = self._member.take_issued(unpack_body(frame.body)) or self._coordinators
             return
+        if frame.kind == "logs":
+            self._outbox.post(self._logs.answer(frame, self._hosts.values()))
+            return
         if frame.kind == "cancel":
             for head in (host for host in self._hosts.values() if host.spec.stage == 0):
                 head.take(frame)
@@ -249,6 +254,7 @@ class Peer:
             await host.run()
         finally:
             del self._hosts[spec.ring]
+            self._logs.note_ended(host)
             self._context.traffic.forget_ring(spec.ring)
 
 

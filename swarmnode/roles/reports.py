@@ -16,6 +16,8 @@ MAX_REPORT_BYTES = 64 << 10
 """A beat with dozens of stages has a few KiB; a larger body is not walked on the coordinator's loop."""
 MAX_STAGES_HELD = 64
 MAX_MODELS_KEPT = 128
+MAX_TAILS, MAX_TAIL_LINES, MAX_LINE_CHARS = 4, 200, 2000
+"""Of workers' logs."""
 MAX_ADDRESSES = 8
 """As many as HELLO names."""
 MAX_LANES = 4
@@ -97,6 +99,23 @@ class ReadyStage(_Report):
     threads: Count | None = None
     costs: StepCosts | None = None
     links: Count = 0
+
+
+class WorkerTail(_Report):
+    """The last lines of one worker's log, the newest last."""
+
+    ring: Name
+    model: Name
+    stage: Count
+    phase: Name
+    pid: Count | None = None
+    lines: Annotated[list[Annotated[str, Field(max_length=10 * MAX_LINE_CHARS)]], Field(max_length=MAX_TAIL_LINES)]
+
+
+class LogTails(_Report):
+    """What a peer answers when it is asked for its workers' logs."""
+
+    workers: Annotated[list[WorkerTail], Field(max_length=MAX_TAILS)]
 
 
 class _GaugesReport(_Report):
