@@ -17,6 +17,7 @@ from swarmnode.api.errors import HttpError, error_response
 from swarmnode.api.exchange import ExchangeMiddleware
 from swarmnode.api.hosts import HostMiddleware
 from swarmnode.api.limits import DEFAULT_LIMITS, ApiLimits
+from swarmnode.api.metrics import metrics_router
 from swarmnode.api.middleware import (
     ContentMiddleware,
     CorsMiddleware,
@@ -78,6 +79,7 @@ def create_app(
     app.include_router(openai_models_router(backend))
     app.include_router(admin_router(backend))
     app.include_router(swarm_router(backend))
+    app.include_router(metrics_router(backend))
     if credentials is not None:
         app.include_router(tokens_router(credentials.tokens))
     for router in also:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from swarmnode.cluster.performance import ModelCounts
     from swarmnode.ids import ModelId
     from swarmnode.ring.work import Sampling
 
@@ -125,6 +126,15 @@ class Backend(Protocol):
 
     def nodes(self) -> Mapping[str, Any]:
         """Nodes, rings and sessions for `ps`."""
+
+    def counts(self) -> Sequence[ModelCounts]:
+        """Totals of each model since this backend started."""
+
+    def performance(self, model: str) -> Mapping[str, Any]:
+        """The last fifteen minutes of a model: throughput, where a token's time went, stages, links."""
+
+    async def logs(self, worker: str) -> Mapping[str, Any]:
+        """The tail of the logs of a peer's workers; raises PeerNotFound that lists the names."""
 
     async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
         """`token` (shown this once) and `expires`, in Unix seconds."""

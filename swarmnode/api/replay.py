@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.api.backend import Accepted, Done, LoadOptions, ModelCard, Started, TextDelta
+from swarmnode.cluster.performance import Performance
 from swarmnode.errors import Conflict, ModelNotFound, ModelNotLoaded, PeerNotFound
 from swarmnode.ids import parse_model_id
 from swarmnode.ring.work import Sampling
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from swarmnode.api.backend import ChatEvent, ChatRequest
+    from swarmnode.cluster.performance import ModelCounts
 
 REPLAY_TIMING: Mapping[str, Any] = {"stage0_ms": 0.0, "link_ms": 0.0, "prefill_ms": 0.0, "route": "replay"}
 
@@ -56,6 +58,7 @@ class ReplayBackend:
     context_tokens: int = 2048
     archive_parts: Sequence[bytes] = (b"tar", b"ball")
     requests: list[ChatRequest] = field(default_factory=list)
+    performance_counts: Performance = field(default_factory=Performance)
     loads: list[tuple[str, LoadOptions]] = field(default_factory=list)
     open: int = 0
     finished: int = 0
@@ -158,6 +161,16 @@ class ReplayBackend:
 
     def nodes(self) -> Mapping[str, Any]:
         return {"nodes": [], "rings": [], "sessions": self.open}
+
+    def counts(self) -> Sequence[ModelCounts]:
+        return self.performance_counts.counts()
+
+    def performance(self, model: str) -> Mapping[str, Any]:
+        return {"id": model, **self.performance_counts.window(self.model(model).id, 0.0)}
+
+    async def logs(self, worker: str) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        raise PeerNotFound(f"no peer is called {worker!r}; a replay has none")
 
     async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
         await trio.lowlevel.checkpoint()

@@ -89,6 +89,11 @@ class ModelCounts:
     times: deque[tuple[float, int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     """(when, tokens, where a reply's time went)"""
 
+    @property
+    def replies(self) -> int:
+        """Those that came to their end."""
+        return sum(self.succeeded.values())
+
 
 BUCKETS: Mapping[str, tuple[float, ...]] = {
     "time_to_first_token_seconds": SECONDS,

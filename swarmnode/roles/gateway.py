@@ -12,10 +12,11 @@ import trio
 from swarmnode.api.backend import ChatEvent, ChatRequest, Done, LoadOptions, ModelCard
 from swarmnode.cluster.membership import NodeState
 from swarmnode.cluster.performance import Performance
-from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, StageLost
+from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, PeerNotFound, StageLost
 from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
 from swarmnode.roles.counted import counted
+from swarmnode.roles.performance_report import performance_report
 from swarmnode.roles.plan_report import plan_report
 from swarmnode.wire.routes import RELAYED
 from swarmnode.wire.traffic import Route
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from swarmnode.catalog.manifest import Manifest
     from swarmnode.cluster.node_book import NodeRecord
+    from swarmnode.cluster.performance import ModelCounts
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
     from swarmnode.roles.reports import LaneLink
@@ -194,6 +196,22 @@ class Gateway:
             if ready is not None and ready.device is not None:
                 return {"device": ready.device, "threads": ready.threads}
         return {}
+
+    def counts(self) -> Sequence[ModelCounts]:
+        return self._performance.counts()
+
+    def performance(self, model: str) -> Mapping[str, Any]:
+        status = self.status(model)
+        return performance_report(status, self._performance.window(status["id"], trio.current_time()))
+
+    async def logs(self, worker: str) -> Mapping[str, Any]:
+        members = self._coordinator.members.values()
+        member = next((m for m in members if worker in (m.identity.name, m.node)), None)
+        if member is None:
+            known = ", ".join(sorted(m.identity.name for m in members)) or "none"
+            raise PeerNotFound(f"no peer is called {worker[:64]!r}; connected peers: {known}", param="worker")
+        tails = await self._coordinator.logs.ask(member.node)
+        return {"node": member.node, "name": member.identity.name, "workers": tails}
 
     # who is in the swarm
 

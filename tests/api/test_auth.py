@@ -25,6 +25,9 @@ NEEDS = {
     ("GET", "/api/v1/models/{model}"): "read",
     ("GET", "/api/v1/models/{model}/status"): "read",
     ("GET", "/api/v1/nodes"): "read",
+    ("GET", "/metrics"): "read",
+    ("GET", "/api/v1/models/{model}/performance"): "read",
+    ("GET", "/api/v1/workers/{worker}/logs"): "operate",
     ("POST", "/v1/chat/completions"): "operate",
     ("POST", "/api/v1/chat/completions"): "operate",
     ("POST", "/api/v1/models/{model}/load"): "operate",
@@ -111,7 +114,7 @@ async def test_the_fixed_list_is_open(guarded: Any) -> None:
 @pytest.mark.parametrize("guarded", [True], indirect=True)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "POST", "DELETE", "PATCH"])
 async def test_unknown_paths_and_methods_show_nothing(guarded: Any, method: str) -> None:
-    for path in ("/v1", "/api", "/metrics", "/docs", "/redoc", "/v1/nothing", "/health/x", "/openapi"):
+    for path in ("/v1", "/api", "/metrics/x", "/docs", "/redoc", "/v1/nothing", "/health/x", "/openapi"):
         assert (await guarded.gateway.client.request(method, path)).status_code == 404
 
 
