@@ -159,11 +159,11 @@ class LaneOut:
 
     async def _look_for_better(self, see_better: SeeBetter) -> None:
         """Raises BetterWay when there is one to change to now."""
+        wait_s = BETTER_S
         while self._own_route != DIRECT:
-            await trio.sleep(BETTER_S)
-            while not self.empty:
-                await trio.sleep(LOOK_S)
-            if await see_better(self._own_route) and self.empty:
+            await trio.sleep(wait_s)
+            wait_s = BETTER_S if self.empty else LOOK_S
+            if self.empty and await see_better(self._own_route) and self.empty:
                 raise BetterWay(f"lane {self.lane} changes to a better way than {self._own_route}")
 
     def _acknowledged(self, next_seq: int, *, sign: bool) -> None:

@@ -67,6 +67,7 @@ class PolledLinks:
         link.heard_s = trio.current_time()
         if not body:
             link.stream.inward.end()
+            link.stream.outward.fail(LinkBroken("the other end has left"))  # it fetches nothing more
             return
         try:
             await link.stream.inward.put(body, frames)

@@ -12,7 +12,7 @@ import httpx
 import trio
 
 from swarmnode.errors import LinkBroken
-from swarmnode.wire.deadlines import CONNECT_S, POLL_ANSWER_S, PUSH_S
+from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, CONNECT_S, POLL_ANSWER_S, PUSH_S
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.poll_signature import sign
 from swarmnode.wire.polled import BUNDLE_HEADER, PolledStream
@@ -49,8 +49,9 @@ async def polled_stream(access: PollingAccess) -> AsyncIterator[PolledStream]:
             yield stream
         finally:
             stream.outward.end()
-            with trio.move_on_after(PUSH_S, shield=True):
+            with trio.move_on_after(CHANNEL_CLOSE_S, shield=True):
                 await link.pushed_all.wait()
+            link.pushing.cancel()
             nursery.cancel_scope.cancel()
 
 
@@ -64,29 +65,34 @@ def _client(access: PollingAccess) -> httpx.AsyncClient:
 class _Link:
     def __init__(self, access: PollingAccess, name: str, stream: PolledStream) -> None:
         self.pushed_all = trio.Event()
+        self.pushing = trio.CancelScope(shield=True)
+        """Outlives a cancel until the other end has heard of it, which would else hold the link for a minute."""
         self._access = access
         self._name = name
         self._stream = stream
         self._opened = trio.Event()
 
     async def push_all(self, client: httpx.AsyncClient) -> None:
-        """Push what is queued, one request after the other; the next one takes all that came meanwhile."""
-        number = 0
+        """Push what is queued, to its end."""
         try:
-            while True:
-                data, frames = await self._stream.outward.take()
-                target = f"/api/v1/infer/responses/{self._name}?n={number}"
-                headers = {**self._signed("POST", target, data), BUNDLE_HEADER: str(frames)}
-                answer = await client.post(target, content=data, headers=headers)
-                _check(answer, (204,))
-                self._opened.set()
-                number += 1
-                if not data:
-                    break
+            with self.pushing:
+                await self._push_until_ended(client)
         except (httpx.HTTPError, LinkBroken) as error:
             self._fail("push", error)
         finally:
             self.pushed_all.set()
+
+    async def _push_until_ended(self, client: httpx.AsyncClient) -> None:
+        """One request after the other; the next one takes all that came meanwhile."""
+        number, data = 0, b"."
+        while data:
+            data, frames = await self._stream.outward.take()
+            target = f"/api/v1/infer/responses/{self._name}?n={number}"
+            headers = {**self._signed("POST", target, data), BUNDLE_HEADER: str(frames)}
+            answer = await client.post(target, content=data, headers=headers)
+            _check(answer, (204,))
+            self._opened.set()
+            number += 1
 
     async def pop_all(self, client: httpx.AsyncClient) -> None:
         """Always hold a request open for what comes next."""

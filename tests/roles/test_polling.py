@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 import trio
+from buffering_proxy import IDLE_S, BufferingProxy
 from credentials import Node, Swarm
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -130,6 +131,16 @@ async def test_the_end_of_one_side_reaches_the_other_and_nothing_is_left(coordin
         async with coordinator.channel() as channel:
             await channel.send(Frame("data", {"offset": 0}, b"x"))
             await channel.receive()
+        await none_left(coordinator)  # at once: who has left fetches no last words
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.05, 0.2])
+async def test_whoever_is_cancelled_leaves_nothing_behind(coordinator: Coordinator, after_s: float) -> None:
+    """A race's losers are cancelled wherever they are, also while they open."""
+    async with coordinator.running():
+        with trio.move_on_after(after_s):
+            async with coordinator.channel():
+                await trio.sleep_forever()
         await none_left(coordinator)
 
 
@@ -233,46 +244,36 @@ async def test_a_node_opens_so_many_links_and_no_more(
         assert statuses == [204, 204, 503]
 
 
-async def test_through_a_proxy_that_buffers_whole_bodies_and_cuts_what_is_idle(coordinator: Coordinator) -> None:
-    """As nginx does by default: a request is read to its end before it goes on, an answer before it comes back."""
+async def test_through_a_proxy_that_buffers_whole_bodies(coordinator: Coordinator) -> None:
+    """A request is read to its end before it goes on, an answer before it comes back."""
     async with coordinator.running() as nursery:
-        url = await nursery.start(_buffering_proxy, coordinator.url)
-        async with coordinator.channel(url) as channel:
+        proxy = BufferingProxy(coordinator.url)
+        async with coordinator.channel(await nursery.start(proxy.run)) as channel:
             for number in range(20):
                 await channel.send(Frame("data", {"offset": number}, b"x" * 20_000))
                 assert (await channel.receive()).header["offset"] == number
+        assert proxy.whole > 40
 
 
-async def _buffering_proxy(target: str, *, task_status: trio.TaskStatus[str]) -> None:
-    """HTTP/1.1, one request a connection; forwards only what is whole."""
-
-    async def serve(stream: trio.SocketStream) -> None:
-        with suppress(trio.BrokenResourceError, httpx.HTTPError):
-            head, _, body = (await _read_head(stream)).partition(b"\r\n\r\n")
-            lines = head.decode("latin-1").split("\r\n")
-            headers = [tuple(line.split(": ", 1)) for line in lines[1:] if not line.lower().startswith("host")]
-            length = int({name.lower(): value for name, value in headers}.get("content-length", 0))
-            while len(body) < length:
-                body += await stream.receive_some()
-            method, path, _ = lines[0].split(" ")
-            async with httpx.AsyncClient(base_url=target, trust_env=False, timeout=60) as client:
-                answer = await client.request(method, path, content=body, headers=headers)  # type: ignore[arg-type]
-            text = (
-                f"HTTP/1.1 {answer.status_code} X\r\ncontent-length: {len(answer.content)}\r\nconnection: close\r\n\r\n"
-            )
-            await stream.send_all(text.encode() + answer.content)
-            await stream.aclose()
-
-    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    task_status.started(f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}")
-    await trio.serve_listeners(serve, listeners)
+async def test_no_request_is_idle_for_as_long_as_proxies_cut_them(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 2 * polled.POLL_S < IDLE_S
+    monkeypatch.setattr(polling_module, "POLL_S", 0.2)
+    async with coordinator.running() as nursery:
+        proxy = BufferingProxy(coordinator.url, idle_s=0.5)
+        async with coordinator.channel(await nursery.start(proxy.run)) as channel:
+            await trio.sleep(1.5)
+            await channel.send(Frame("data", {"offset": 1}, b"x"))
+            assert (await channel.receive()).header["offset"] == 1
+        assert (proxy.cut, proxy.whole > 6) == (0, True)
 
 
-async def _read_head(stream: trio.SocketStream) -> bytes:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        part = await stream.receive_some()
-        if not part:
-            raise trio.BrokenResourceError
-        data += part
-    return data
+async def test_a_request_that_is_cut_breaks_the_link_at_once(coordinator: Coordinator) -> None:
+    """It may have taken something out of the queue: asking again could lose it unseen."""
+    async with coordinator.running() as nursery:
+        proxy = BufferingProxy(coordinator.url, idle_s=0.3)
+        async with coordinator.channel(await nursery.start(proxy.run)) as channel:
+            with trio.fail_after(5), pytest.raises(LinkBroken):
+                await channel.receive()
+        assert proxy.cut == 1
