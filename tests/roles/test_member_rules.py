@@ -1,0 +1,197 @@
+"""Who may be connected: a coordinator with real certificates, and members that rename, copy and are removed."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+from contexts import node_context
+
+from swarmnode.catalog.registry import Registry
+from swarmnode.cluster.node_book import NodeRecord
+from swarmnode.config import read_settings
+from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, SwarmError
+from swarmnode.ids import BootId
+from swarmnode.roles.coordinator import Coordinator
+from swarmnode.roles.enrolment import Enrolment, certify_self
+from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
+from swarmnode.roles.joining import PeerMembership
+from swarmnode.roles.swarm_state import SwarmState
+from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import Address
+from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.direct import DirectTransport
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import Identity
+from swarmnode.wire.tls import SwarmTls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from swarmnode.wire.link import Channel, Hello
+
+END_S = 5.0
+ANYWHERE = Address("127.0.0.1", 0)
+OFFER = {"memory_bytes": 1 << 30, "device": "cpu", "threads": 1, "stages": []}
+
+
+class Machine:
+    """A member that listens, and follows the coordinator's list of removed nodes."""
+
+    def __init__(self, kept: NodeIdentity, name: str) -> None:
+        self.identity = Identity(kept.node, BootId(f"{name} boot"), name, ("peer",))
+        tls = SwarmTls(kept.files)
+        self.transport = DirectTransport(tls)
+        self.member = PeerMembership(kept, tls)
+        self.lanes = 0
+
+    async def serve(self, kind: str, hello: Hello, channel: Channel) -> None:
+        self.lanes += 1
+        try:
+            async for frame in channel:
+                await channel.send(frame)
+        finally:
+            self.lanes -= 1
+
+    async def follow(self, house: Address, *, task_status: trio.TaskStatus[None]) -> None:
+        with suppress(SwarmError):
+            async with self.transport.dial(house, "control", self.identity) as control:
+                async for frame in control:
+                    if frame.kind == "revoked":
+                        self.member.take_revoked(unpack_body(frame.body))
+                        task_status.started() if not unpack_body(frame.body)["nodes"] else None
+
+
+class House:
+    """The coordinator."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kept = NodeIdentity.open(folder / "house")
+        self.authority = SwarmAuthority.open(kept, time.time())
+        roles = ("coordinator", "peer")
+        certify_self(self.authority, kept, roles, time.time())
+        tls = SwarmTls(kept.files, enrolment=True)
+        self.transport = DirectTransport(tls)
+        self.identity = Identity(kept.node, BootId("b"), "house", roles)
+        context = node_context(self.identity, self.transport, read_settings(folder, environ={}))
+        self.state = SwarmState(folder / "swarm.json")
+        keeper = NodeRecord(kept.node, "house", math.inf)
+        enrolment = Enrolment(self.authority, self.state, tls, ("127.0.0.1:1",), keeper=keeper)
+        self.coordinator = Coordinator(context, Registry(folder), enrolment)
+        self.address = ANYWHERE
+
+    async def run(self, nursery: trio.Nursery) -> None:
+        await nursery.start(self.coordinator.run)
+        listen = partial(self.transport.listen, ANYWHERE, self.coordinator.serve_channel, self.identity)
+        self.address = await nursery.start(listen)
+
+    async def machine(self, name: str) -> Machine:
+        kept = NodeIdentity.open(self.folder / name)
+        certificate = self.authority.issue(certs.new_request(kept.key), ("peer",), time.time())
+        await self.state.change(lambda _, nodes: nodes.issued(kept.node, name, time.time() + 1000))
+        kept.join(self.authority.certificate, certificate, [self.address])
+        return Machine(kept, name)
+
+    def connected(self) -> set[str]:
+        return {member.identity.name for member in self.coordinator.members.values()}
+
+
+@pytest.fixture
+async def house(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[House]:
+    house = House(tmp_path)
+    await house.run(nursery)
+    yield house
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_removed_nodes_lanes_with_others_are_cut_there(house: House, nursery: trio.Nursery) -> None:
+    """Two peers speak to each other without the coordinator; both of them hear of the removal from it."""
+    attic, den = await house.machine("attic"), await house.machine("den")
+    at_den = await nursery.start(partial(den.transport.listen, ANYWHERE, den.serve, den.identity))
+    await nursery.start(den.follow, house.address)
+    async with attic.transport.dial(at_den, "steps", attic.identity) as lane:
+        await lane.send(Frame("end", {"session": 1}))
+        assert (await lane.receive()).kind == "end"
+        await house.coordinator.remove("attic")
+        with trio.fail_after(END_S), pytest.raises(LinkBroken):
+            await lane.receive()
+        with trio.fail_after(END_S):
+            while den.lanes:  # noqa: ASYNC110 - the lane's task has no event for its end
+                await trio.sleep(0.01)
+        with pytest.raises(LinkBroken, match="removed from the swarm"):
+            async with attic.transport.dial(at_den, "steps", attic.identity):
+                pytest.fail("it was let in again")
+
+
+async def refusal(house: House, machine: Machine, identity: Identity, kind: str) -> SwarmError:
+    """What a channel of a member's is ended with; on `control` it sends a beat."""
+    with trio.fail_after(END_S):
+        try:
+            async with machine.transport.dial(house.address, kind, identity) as channel:
+                if kind == "control":
+                    header = {"node": identity.node, "boot": identity.boot, "seq": 0}
+                    await channel.send(Frame("beat", header, pack_body(OFFER)))
+                while True:
+                    await channel.receive()
+        except SwarmError as error:
+            return error
+
+
+@pytest.mark.parametrize("kind", ["requests", "control"])
+async def test_a_copy_of_an_identity_is_told_on_either_channel(house: House, kind: str) -> None:
+    attic = await house.machine("attic")
+    async with attic.transport.dial(house.address, "requests", attic.identity):
+        with trio.fail_after(END_S):
+            while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+        copied = await refusal(house, attic, replace(attic.identity, boot=BootId("another process")), kind)
+        assert isinstance(copied, Conflict)
+        assert "data directory copied" in copied.message
+        assert house.connected() == {"attic"}
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("house", Conflict), ("den", Conflict), ("evil\x1b[2J", SwarmError), ("", SwarmError)]
+)
+async def test_a_member_connects_under_no_name_that_fools_people(
+    house: House, name: str, error: type[SwarmError]
+) -> None:
+    attic = await house.machine("attic")
+    await house.machine("den")
+    assert isinstance(await refusal(house, attic, replace(attic.identity, name=name), "requests"), error)
+    assert {record.name for record in house.coordinator.enrolment.nodes} == {"attic", "den"}
+    assert house.connected() == set()
+
+
+async def test_a_new_name_is_noted_when_its_node_connects(house: House) -> None:
+    attic = await house.machine("attic")
+    async with attic.transport.dial(house.address, "requests", replace(attic.identity, name="loft")):
+        with trio.fail_after(END_S):
+            while house.connected() != {"loft"}:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+    assert [record.name for record in SwarmState(house.folder / "swarm.json").nodes.records()] == ["loft"]
+    with pytest.raises(InvalidRequest):
+        await house.coordinator.enrolment.note_name(attic.identity.node, "x" * 65)
+
+
+async def test_a_call_counts_on_who_brought_it_not_on_who_it_says(house: House) -> None:
+    attic = await house.machine("attic")
+    await house.machine("den")
+    brought: list[str] = []
+
+    async def serve(via: str, channel: Channel) -> None:
+        brought.append(via)
+
+    house.coordinator.serve_api = serve
+    async with attic.transport.dial(house.address, "api", replace(attic.identity, name="den")) as channel:
+        with trio.fail_after(END_S), pytest.raises(trio.EndOfChannel):
+            await channel.receive()
+    assert brought == ["attic"]
