@@ -80,7 +80,7 @@ class ToxicProxy:
         self.connections = 0
         self.resets = 0
         self.address = ("", 0)
-        self._target = target
+        self.target = target
         self._streams: set[trio.SocketStream] = set()
         self._up = threading.Event()
         self._token: trio.lowlevel.TrioToken | None = None
@@ -118,7 +118,7 @@ class ToxicProxy:
 
     async def _serve(self, near: trio.SocketStream) -> None:
         try:
-            far = await trio.open_tcp_stream(*self._target)
+            far = await trio.open_tcp_stream(*self.target)
         except OSError:
             await near.aclose()
             return
