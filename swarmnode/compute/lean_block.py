@@ -159,8 +159,13 @@ class LeanBlock:
             projection.measure()
         self._bind(dense)
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The block's matrix products, in the order they run."""
+        return self._qkv, self._o, self._gate_up, self._down
+
     def size_bytes(self) -> int:
-        return sum(projection.size_bytes() for projection in (self._qkv, self._o, self._gate_up, self._down))
+        return sum(projection.size_bytes() for projection in self.projections)
 
     def _bind(self, projections: Sequence[Projection]) -> None:
         self._qkv, self._o, self._gate_up, self._down = projections

@@ -54,14 +54,15 @@ class LeanTail:
     """The last stage's final norm and head."""
 
     def __init__(self, norm: Norm, head: Projection) -> None:
-        self._norm, self._head = norm, head
+        self.head = head
+        self._norm = norm
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """(batch, n, hidden) → logits of the last position, (batch, vocab)."""
-        return self._head(self._norm(rows[:, -1]))
+        return self.head(self._norm(rows[:, -1]))
 
     def size_bytes(self) -> int:
-        return self._head.size_bytes()
+        return self.head.size_bytes()
 
 
 class LeanDecoder:

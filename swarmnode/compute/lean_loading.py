@@ -19,6 +19,7 @@ from swarmnode.compute.lean_block import LeanBlock, Norm, NotLean, fused_room
 from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, signed
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
 from swarmnode.compute.projections import DenseProjection, packed
+from swarmnode.compute.row_padding import pad_few_rows
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ class LeanBuilder:
             self._give_up(str(error))
             return
         decoder = LeanDecoder([self._blocks[layer] for layer in layers], kinds, tables)
-        model.use_lean(decoder, _tail(model, self._method) if model.is_last else None)
+        tail = _tail(model, self._method) if model.is_last else None
+        pad_few_rows(projection for block in decoder.blocks for projection in block.projections)
+        pad_few_rows([tail.head] if isinstance(tail, LeanTail) else [])
+        model.use_lean(decoder, tail)
 
     def _complete(self, layer: int) -> None:
         model, fused = self._model, self._fused.pop(layer)

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 GROUP = 32
 """Weights that share a scale and a zero in four bits; also llama.cpp's block, so its Q4 files lose little here."""
@@ -44,22 +44,36 @@ class Projection(Protocol):
 
 class DenseProjection:
     """`linear` over a weight in the serving dtype; once `measure` was called, many bfloat16 rows on a CPU go through
-    float32 where that is faster."""
+    float32 where that is faster. Few rows may be padded, see `row_padding.py`."""
 
-    __slots__ = ("_bias", "_float_from", "_weight")
+    __slots__ = ("_bias", "_float_from", "_padded", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self._float_from = 1 << 62
+        self._padded: Mapping[int, int] = {}
 
     def measure(self) -> None:
         if self._weight.dtype == torch.bfloat16 and self._weight.device.type == "cpu":
             self._float_from = crossover_rows(self._direct, self._through_float, self._weight.shape, "bfloat16")
 
+    def pad_rows(self, padding: Mapping[int, int]) -> None:
+        """From here on so many rows are multiplied in the company of zeros, as many together as `padding` says."""
+        self._padded = padding
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() >= self._float_from * rows.shape[-1]:
+        count = rows.numel() // rows.shape[-1]
+        if count >= self._float_from:
             return self._through_float(rows)
+        if count in self._padded:
+            flat = rows.reshape(count, rows.shape[-1])
+            out = self._direct(pad(flat, (0, 0, 0, self._padded[count] - count)))
+            return out[:count].view(*rows.shape[:-1], out.shape[-1])
         return self._direct(rows)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._weight
 
     def size_bytes(self) -> int:
         return self._weight.nbytes + (self._bias.nbytes if self._bias is not None else 0)
