@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
+from swarmnode.api.auth import CALLER_KEY, Caller
 from swarmnode.api.errors import HttpError, error_response, internal_error
 from swarmnode.api.exchange import ClientLeft, exchange_of
 from swarmnode.errors import SwarmError
@@ -198,7 +199,7 @@ class ContentMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] in _BODY_METHODS:
+        if scope["type"] == "http" and scope["method"] in _BODY_METHODS and _may_speak(scope):
             check_content(Headers(scope=scope))
             exchange = exchange_of(scope)
             if exchange.too_large:
@@ -206,8 +207,16 @@ class ContentMiddleware:
         await self._app(scope, receive, send)
 
 
+def _may_speak(scope: Scope) -> bool:
+    """Whether the caller is anybody: who needs a token and has none is told that, whatever the body would have been."""
+    caller: Caller | None = scope.get(CALLER_KEY)
+    return caller is None or caller.scope is not None
+
+
 def check_content(headers: Headers) -> None:
     """Raise HttpError 415 unless the body is plain JSON."""
+    if len(headers.getlist("content-type")) > 1:
+        raise HttpError(415, "unsupported_media_type", "the request carries more than one content type; send one")
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not re.fullmatch(r"application/[\w.-]+\+json", media_type):
         raise HttpError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from swarmnode.roles.forwarder import Forwarder
 from swarmnode.roles.http_channel import ChannelStream
 from swarmnode.roles.polling_routes import polling_router
 from swarmnode.roles.token_store import TokenStore
-from swarmnode.wire.address import Address
+from swarmnode.wire.address import Address, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,13 +51,6 @@ class ApiOptions:
     @property
     def loopback(self) -> bool:
         return is_loopback(self.listen.host)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def open_tokens(options: ApiOptions, settings: Settings) -> TokenStore:

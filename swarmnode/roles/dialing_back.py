@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.errors import MAX_MESSAGE_CHARS, InvalidRequest, LinkBroken, Overloaded, ProtocolError, SwarmError
-from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.address import Address, is_loopback, parse_address
 from swarmnode.wire.deadlines import DIAL_BACK_S
 from swarmnode.wire.direct import DirectTransport, connect
 from swarmnode.wire.flood import Budget
@@ -120,12 +120,5 @@ def may_dial(host: str, source: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address) and (ip.ipv4_mapped or ip.sixtofour or ip.teredo):
         return False
     if ip.is_loopback:
-        return _is_loopback(source)
+        return is_loopback(source)
     return not (ip.is_link_local or ip.is_unspecified or ip.is_multicast or ip.is_reserved)
-
-
-def _is_loopback(source: str) -> bool:
-    try:
-        return ipaddress.ip_address(source).is_loopback
-    except ValueError:
-        return False

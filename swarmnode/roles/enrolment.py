@@ -13,6 +13,7 @@ from swarmnode.cluster.join_book import AttemptBudget
 from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, format_join_token
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
 from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import home_of
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 
@@ -84,14 +85,15 @@ class Enrolment:
 
     async def serve(self, hello: Hello, channel: Channel) -> None:
         """One `join` channel: the CA for everybody, a certificate for who knows a secret."""
-        self._budget.check(channel.source, self._clock())
+        home = home_of(channel.source)
+        self._budget.check(home, self._clock())
         await channel.send(Frame("ca", {}, pack_body({"ca": certs.to_der(self._authority.certificate)})))
         asked = await next_body(channel, "join")
         try:
             token_id, secret, request = (bytes_of(asked, name) for name in ("id", "secret", "request"))
             certificate = await self._admit(token_id, secret, request, hello.identity.name)
         except SwarmError as error:
-            self._budget.failed(channel.source, self._clock())
+            self._budget.failed(home, self._clock())
             _log.warning("a node at %s may not join: %s", channel.source or "?", error)
             raise
         await channel.send(self._issued(certificate))

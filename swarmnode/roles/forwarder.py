@@ -69,6 +69,8 @@ class Forwarder:
             self._links = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
         path = scope["path"]

@@ -1,4 +1,4 @@
-"""Addresses of nodes: HOST:PORT as text and as a value, and which of them may be used before TLS is there."""
+"""Addresses of nodes: HOST:PORT as text and as a value, the usual ports, and what an address says of its machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from swarmnode.errors import InvalidRequest
+
+SWARM_LISTEN = "127.0.0.1:7700"
+API_LISTEN = "127.0.0.1:7701"
+"""Where a coordinator listens unless it is told otherwise."""
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for all of a machine's addresses, and the one of them that reaches it from within."""
+HOME_PREFIX = 64
+"""Bits of an IPv6 address that its home has; the rest a machine chooses as it likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +72,39 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+def reachable_here(bound: Address) -> Address:
+    """What a program on this machine dials to reach a port that is bound there."""
+    return Address(WILDCARDS.get(bound.host, bound.host), bound.port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a numeric address, or `localhost`, is this machine alone."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def home_of(host: str) -> str:
+    """The home that connections from `host` are counted for: of IPv6 the network, since it gives a machine as many
+    addresses as it wants."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(ip, ipaddress.IPv6Address) and not ip.ipv4_mapped and not ip.is_loopback:
+        return str(ipaddress.ip_network((ip, HOME_PREFIX), strict=False))
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
+
+
 def require_loopback(address: Address) -> Address:
     """The address with `localhost` resolved; raises InvalidRequest for one that other machines could reach."""
     if address.host == "localhost":
         return Address("127.0.0.1", address.port)
-    try:
-        allowed = ipaddress.ip_address(address.host).is_loopback
-    except ValueError:
-        allowed = False
-    if not allowed:
+    if not is_loopback(address.host):
         raise InvalidRequest(
-            f"swarm address {address} is not a loopback address: links between nodes are not encrypted or "
-            "authenticated yet, so a swarm port binds and dials 127.0.0.1, ::1 or localhost only"
+            f"swarm address {address} is not a loopback address: without certificates nothing is encrypted or proved, "
+            "so such a link stays on 127.0.0.1, ::1 or localhost"
         )
     return address

@@ -14,7 +14,7 @@ import trio
 
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.wire import limits
-from swarmnode.wire.address import Address, require_loopback
+from swarmnode.wire.address import Address, home_of, require_loopback
 from swarmnode.wire.connection import NOT_FOR_IT, TOO_MANY, Connection, DirectChannel
 from swarmnode.wire.crowd import Crowd, Strikes
 from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, JOIN_S, KEEPALIVE_S, TCP_USER_TIMEOUT_S
@@ -119,17 +119,18 @@ class DirectTransport:
         if self.tls is None:
             await server.serve(stream)
             return
+        home = home_of(source)
         try:
-            crowds.strikes.count(source, trio.current_time())
-            with crowds.shaking.place(source):
+            crowds.strikes.count(home, trio.current_time())
+            with crowds.shaking.place(home):
                 secured = await self.tls.secure_accepted(stream)
             admission = self._admit(secured, source, crowds)
             if admission.certified is None:
                 waiting = crowds.joining if admission.kinds else crowds.refused
-                with waiting.place(source), trio.move_on_after(JOIN_S):
+                with waiting.place(home), trio.move_on_after(JOIN_S):
                     await server.serve(secured.stream, admission)
             else:
-                crowds.strikes.forgive(source)
+                crowds.strikes.forgive(home)
                 with self._guard(secured), crowds.members.place(admission.certified.node):
                     await server.serve(secured.stream, admission)
         except SwarmError as error:

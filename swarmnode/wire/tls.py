@@ -85,6 +85,8 @@ class SwarmTls:
         scopes = self._live.setdefault(node, set())
         with trio.CancelScope() as scope:
             scopes.add(scope)
+            if self.is_revoked(node):  # it was removed between its handshake and this
+                scope.cancel()
             try:
                 yield
             finally:

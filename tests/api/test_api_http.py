@@ -281,3 +281,10 @@ async def test_garbage_ends_the_connection_only(gateway: Any, data: bytes) -> No
         answer = await raw.until(b"never")
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
     assert (await gateway.client.get("/health")).status_code == 200
+
+
+async def test_two_content_types_are_none(gateway: Any) -> None:
+    """A proxy in between might have looked at the other one."""
+    raw = await gateway.raw()
+    await raw.post("/v1/chat/completions", {"model": "replay-1"}, "Content-Type: text/plain")
+    assert (await raw.reply()).status == 415

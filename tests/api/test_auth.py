@@ -272,3 +272,14 @@ async def test_no_host_changes_the_route_that_is_checked(guarded: Any, host: str
     reply = await raw.reply()
     assert reply.status in (400, 403)
     assert b"replay-1" not in reply.body
+
+
+@pytest.mark.parametrize("guarded", [True], indirect=True)
+async def test_who_may_not_speak_hears_that_first(guarded: Any) -> None:
+    """Not how large a body may be, or of which type."""
+    for headers in ({}, {"content-type": "text/plain"}):
+        reply = await guarded.gateway.client.post(CHAT, content=b"x" * (128 << 10), headers=headers)
+        assert reply.status_code == 401
+    token = await guarded.token("operate")
+    reply = await guarded.gateway.client.post(CHAT, content=b"x" * (128 << 10), headers=bearer(token))
+    assert reply.status_code == 413

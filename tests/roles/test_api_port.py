@@ -8,19 +8,11 @@ import pytest
 
 from swarmnode.config import read_settings
 from swarmnode.errors import InvalidRequest
-from swarmnode.roles.api_port import ApiOptions, is_loopback, open_tokens
+from swarmnode.roles.api_port import ApiOptions, open_tokens
 from swarmnode.wire.address import Address
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("den", False)],
-)
-def test_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
 
 
 def test_a_reachable_port_stays_closed_when_its_last_token_goes(tmp_path: Path) -> None:

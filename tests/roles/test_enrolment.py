@@ -356,6 +356,19 @@ async def other_join(other: House, machine: NodeIdentity) -> bytes:
     return await other.ask(await other.token(), machine, "attic")
 
 
+async def test_a_node_keeps_to_its_swarm_whoever_asks_it_to_join(house: House, tmp_path: Path, clock: Clock) -> None:
+    attic, other = house.machine("attic"), House(tmp_path / "other", clock)
+    mine = certs.load_certificate(await house.ask(await house.token(), attic, "attic"))
+    attic.join(house.authority.certificate, mine, [Address("127.0.0.1", 7700)])
+    theirs = certs.load_certificate(await other.ask(await other.token(), attic, "attic"))
+    with pytest.raises(Conflict, match="another swarm"):
+        attic.join(other.authority.certificate, theirs, [Address("127.0.0.1", 7800)])
+    kept = attic.membership()
+    assert kept is not None
+    assert (kept.ca, kept.certificate) == (house.authority.certificate, mine)
+    assert attic.coordinators() == (Address("127.0.0.1", 7700),)
+
+
 async def test_no_address_answers(real: House) -> None:
     token = replace(await real.token(), addresses=("127.0.0.1:1", "127.0.0.1:2"))
     attic = real.machine("attic")

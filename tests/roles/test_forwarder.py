@@ -15,8 +15,9 @@ from contexts import node_context
 from credentials import Swarm
 
 from swarmnode.api.app import create_app
-from swarmnode.api.auth import Credentials
+from swarmnode.api.auth import REQUIRE_TOKEN_HEADER, Credentials
 from swarmnode.api.hosts import host_rules
+from swarmnode.api.middleware import REQUEST_ID_KEY
 from swarmnode.api.replay import Replay, ReplayBackend
 from swarmnode.api.server import ApiServer, open_api_listeners, serve_api
 from swarmnode.cluster.token_book import Scope
@@ -24,12 +25,14 @@ from swarmnode.config import read_settings
 from swarmnode.errors import LinkBroken
 from swarmnode.roles import coordinator_links
 from swarmnode.roles.api_port import serve_linked
-from swarmnode.roles.forwarder import Forwarder
+from swarmnode.roles.coordinator_links import CoordinatorLinks
+from swarmnode.roles.forwarder import Forwarder, _response_headers
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.memory import MemoryNetwork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -437,3 +440,67 @@ async def test_frames_that_are_no_call_end_their_channel(tmp_path: Path) -> None
         with trio.fail_after(5), pytest.raises((LinkBroken, trio.EndOfChannel)):
             await channel.receive()
         assert (await swarm.client.get("/v1/models")).status_code == 200
+
+
+# -- headers, by themselves
+
+
+def test_headers_about_a_connection_stay_on_it(tmp_path: Path) -> None:
+    """Those that Connection names, too, however often and in whatever case."""
+    identity = Swarm(tmp_path).node("den").identity
+    forwarder = Forwarder(node_context(identity, MemoryNetwork()), closed=True)
+    given = [
+        (b"Connection", b"close, X-One"),
+        (b"connection", b" x-two ,"),
+        (b"X-One", b"1"),
+        (b"x-two", b"2"),
+        (b"te", b"trailers"),
+        (b"Origin", b"http://x"),
+        (b"authorization", b"Bearer t"),
+        (b"x-three", b"3"),
+    ]
+    kept = forwarder._headers({"headers": given, REQUEST_ID_KEY: "id"})
+    assert dict(kept) == {
+        b"authorization": b"Bearer t",
+        b"x-three": b"3",
+        b"host": b"localhost",
+        b"connection": b"close",
+        b"x-request-id": b"id",
+        REQUIRE_TOKEN_HEADER.encode(): b"1",
+    }
+    assert len(kept) == 6
+
+
+def test_what_a_browser_may_do_is_said_here_and_not_by_the_coordinator() -> None:
+    answered = [
+        (b"Access-Control-Allow-Origin", b"*"),
+        (b"access-control-expose-headers", b"x"),
+        (b"Content-Type", b"application/json"),
+        (b"connection", b"close"),
+        (b"x-request-id", b"theirs"),
+    ]
+    assert list(_response_headers(answered)) == [(b"content-type", b"application/json")]
+
+
+async def test_a_websocket_is_refused_as_at_the_coordinator(tmp_path: Path) -> None:
+    head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    head += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    async with world(tmp_path) as swarm:
+        for url in (swarm.url, swarm.upstream):
+            raw = await trio.open_tcp_stream("127.0.0.1", int(url.rsplit(":", 1)[1]))
+            await raw.send_all(head)
+            with trio.fail_after(5):
+                assert (await raw.receive_some(12)) == b"HTTP/1.1 403"
+            await trio.aclose_forcefully(raw)
+
+
+async def test_a_link_that_is_over_takes_no_call(tmp_path: Path) -> None:
+    """It is still in the list until its own task has noticed."""
+
+    class Over:
+        channels, over = 0, True
+
+    links = CoordinatorLinks(node_context(Swarm(tmp_path).node("den").identity, MemoryNetwork()))
+    links._links.append(Over())  # type: ignore[arg-type]
+    with pytest.raises(LinkBroken, match="not connected"):
+        await links._with_room()

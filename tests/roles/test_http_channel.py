@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.roles.http_channel import MAX_HEADER_BYTES, Call, ChannelStream, receive_http, send_http
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.limits import MAX_HTTP_BYTES
 from swarmnode.wire.memory import memory_pair
 
 if TYPE_CHECKING:
@@ -138,3 +139,24 @@ async def test_an_end_that_the_other_side_never_answers_is_waited_for_shortly(au
         scope.cancel()
         await call.hang_up()
     assert 0 < trio.current_time() - began_s <= 2
+
+
+async def test_one_piece_at_most_waits_for_a_slow_reader() -> None:
+    """`send` only queues; without waiting for the link a reply of any length would lie in memory."""
+
+    class Slow:
+        waiting = most = 0
+
+        async def send(self, frame: Frame) -> None:
+            self.waiting += len(frame.body)
+            self.most = max(self.most, self.waiting)
+            await trio.lowlevel.checkpoint()
+
+        async def flush(self) -> None:
+            self.waiting = 0
+            await trio.lowlevel.checkpoint()
+
+    slow = Slow()
+    await send_http(slow, bytes(10 * MAX_HTTP_BYTES))  # type: ignore[arg-type]
+    assert slow.most == MAX_HTTP_BYTES
+    assert slow.waiting == 0

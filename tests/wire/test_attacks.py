@@ -425,3 +425,44 @@ async def test_a_member_that_ignores_the_number_of_channels_is_refused_more(port
             statuses += [dict(answer.headers)[b":status"] for answer in answers]
     assert statuses == [b"200"] * limits.MAX_CHANNELS + [b"429"] * 2
     await port.friend_goes_on()
+
+
+# -- what TLS must not do, and handshakes that are never finished
+
+
+async def test_no_connection_is_resumed(port: Port) -> None:
+    """A ticket would let whoever was removed in without a certificate."""
+    stream = await port.attacker(port.swarm.node("attic"))
+    await stream.send_all(bare_client().data_to_send())
+    assert await stream.receive_some(65_536)
+    assert stream.session is None or not stream.session.has_ticket
+
+
+async def test_a_source_holds_no_more_unfinished_handshakes_than_its_share(port: Port) -> None:
+    silent = [await trio.open_tcp_stream(port.address.host, port.address.port) for _ in range(64)]
+    with trio.fail_after(END_S), pytest.raises((trio.BrokenResourceError, OSError)):
+        await port.attacker(port.swarm.node("attic"))
+    await port.friend_goes_on()
+    for stream in silent:
+        await trio.aclose_forcefully(stream)
+    with trio.fail_after(END_S):
+        while True:
+            with suppress(trio.BrokenResourceError, OSError):
+                await port.attacker(port.swarm.node("den"))
+                break
+
+
+async def test_a_network_of_ipv6_is_one_source(tmp_path: Path, nursery: trio.Nursery) -> None:
+    """Every machine in it can have as many addresses as it likes."""
+    house = Swarm(tmp_path / "swarm").node("house", ("coordinator", "peer"))
+    transport = DirectTransport(house.tls(enrolment=True))
+    await nursery.start(partial(transport.listen, Address("127.0.0.1", 0), echo, house.identity))
+    for number in range(BURST + 1):
+        near, far = trio.testing.memory_stream_pair()
+        await near.aclose()
+        await transport.accept(far, f"2001:db8::{number:x}")
+    strikes = transport._crowds.strikes
+    assert list(strikes._budgets) == ["2001:db8::/64"]
+    with pytest.raises(Overloaded):
+        strikes.count("2001:db8::/64", trio.current_time())
+    nursery.cancel_scope.cancel()

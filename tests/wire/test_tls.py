@@ -536,3 +536,13 @@ def test_frames_of_a_joiner_are_what_the_limit_is_for() -> None:
     request = certs.new_request(certs.new_key())
     assert len(request) < certs.MAX_CERTIFICATE_BYTES
     assert len(encode_bytes(Frame("join", {}, b"x" * (len(request) + 200)))) < limits.MAX_JOIN_FRAME_BYTES
+
+
+async def test_whoever_was_removed_before_the_guard_began_is_cut_by_it(tmp_path: Path) -> None:
+    """Between its handshake and the guard there are checkpoints."""
+    swarm = Swarm(tmp_path)
+    tls, attic = swarm.node("house").tls(), swarm.node("attic")
+    tls.revoke(frozenset({attic.node}))
+    with trio.fail_after(1), tls.until_revoked(attic.node):
+        await trio.sleep_forever()
+    assert tls._live == {}
