@@ -169,6 +169,13 @@ VARIABLES: tuple[Variable, ...] = (
         _one_of("auto", "grouped", "sdpa"),
     ),
     Variable(
+        "SWARM_SERVE_LORA",
+        "lean",
+        "peer",
+        "adapters over quantized weights: lean (in float32), lean16 (in the serving dtype), peft (PEFT's own modules)",
+        _one_of("lean", "lean16", "peft"),
+    ),
+    Variable(
         "SWARM_MAX_LOADED_MODELS",
         "1",
         "coordinator",

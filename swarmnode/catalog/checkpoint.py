@@ -75,6 +75,8 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read and check a checkpoint's folder; raises InvalidModel that says what is refused and why."""
+    if (folder / "adapter_config.json").is_file() and not (folder / CONFIG).is_file():
+        raise InvalidModel(f"{folder}: is an adapter; import the model it was trained on, then this with --base ID")
     if not (folder / CONFIG).is_file():
         raise InvalidModel(
             f"{folder}: no {CONFIG}; a Hugging Face directory has config.json, *.safetensors and a tokenizer"

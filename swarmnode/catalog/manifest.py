@@ -81,6 +81,8 @@ class Architecture(_Record):
     """Layers that keep a state of fixed size per session and no KV (linear attention)."""
     state_values_per_layer: int = Field(default=0, ge=0)
     """Numbers in such a state."""
+    adapter_params: tuple[int, ...] = ()
+    """Parameters of the LoRA adapter on each layer; empty where the model has none."""
 
 
 class Manifest(_Record):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnode.cluster.quantization import BNB_INT8, BYTES_PER_PARAM, HEAD_BYTES_PER_PARAM, NF4, NONE
+from swarmnode.cluster.quantization import BNB_INT8, BYTES_PER_PARAM, HEAD_BYTES_PER_PARAM, INT4_FAST, NF4, NONE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEADROOM = 1.2
@@ -47,6 +47,8 @@ class ModelShape:
     recurrent_layers: frozenset[int] = frozenset()
     """These keep a state per session and no KV."""
     state_values_per_layer: int = 0
+    adapter_params: tuple[int, ...] = ()
+    """Of a LoRA adapter, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,19 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
         return StageBytes(0, 0, 0, shape.kv_values_per_token_layer * (end - first) * size, 0, 0, 0)
     return StageBytes(
         embed=shape.embed_params * size if is_first else 0,
-        layers=int(sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(quantization, size)),
+        layers=int(sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(quantization, size))
+        + _adapter_bytes(shape, first, end, quantization),
         head=int(max(head, 0)),
         kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
         states=recurrent * shape.state_values_per_layer * 4 * _STATES_KEPT * in_flight,
         worker=WORKER_BYTES + (BITSANDBYTES_BYTES if quantization in (NF4, BNB_INT8) else 0),
         workspace=_workspace(shape, first, end, size, quantization),
     )
+
+
+def _adapter_bytes(shape: ModelShape, first: int, end: int, quantization: str) -> int:
+    """Kept in float32 beside quantized weights; merged, as for int4-fast and full precision, it takes nothing."""
+    return 0 if quantization in (NONE, INT4_FAST) else sum(shape.adapter_params[first:end]) * 4
 
 
 def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization: str) -> int:

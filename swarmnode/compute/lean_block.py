@@ -164,6 +164,11 @@ class LeanBlock:
         """The block's matrix products, in the order they run."""
         return self._qkv, self._o, self._gate_up, self._down
 
+    def wrap(self, wrapped: Callable[[str, Projection], Projection]) -> None:
+        """Replace each projection by what `wrapped` makes of it; its name is qkv, o, gate_up or down."""
+        named = {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}
+        self._bind([wrapped(name, projection) for name, projection in named.items()])
+
     def size_bytes(self) -> int:
         return sum(projection.size_bytes() for projection in self.projections)
 

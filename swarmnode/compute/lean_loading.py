@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.attention import AttentionSettings
     from swarmnode.compute.lean_block import FusedWeights
+    from swarmnode.compute.lora import StageAdapter
     from swarmnode.compute.stage_model import StageModel
 
     Tail = Callable[[torch.Tensor], torch.Tensor]
@@ -46,8 +47,10 @@ _log = logging.getLogger("swarmnode.compute.lean")
 class LeanBuilder:
     """Told of every tensor in turn: `room` before it is read, `loaded` after, `finish` at the end."""
 
-    def __init__(self, model: StageModel, names: Iterable[str], method: str) -> None:
-        self._model, self._method = model, method
+    def __init__(
+        self, model: StageModel, names: Iterable[str], method: str, adapter: StageAdapter | None = None
+    ) -> None:
+        self._model, self._method, self._adapter = model, method, adapter
         self._mode = attention_mode()
         self._missing: dict[int, set[str]] = {}
         for name in names:
@@ -116,6 +119,8 @@ class LeanBuilder:
             self._give_up(str(error))
             return
         block.settle(self._method)
+        if self._adapter is not None:
+            self._adapter.beside(model, layer, block)
         self._blocks[layer] = block
         if self._method != "none":
             model.block(layer).to("meta")

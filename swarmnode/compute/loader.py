@@ -16,6 +16,7 @@ from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.freed_memory import return_freed_memory
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
+from swarmnode.compute.lora import find_adapter
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
@@ -25,6 +26,7 @@ from swarmnode.errors import LoadFailed, LoadRefused
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from swarmnode.compute.lora import StageAdapter
     from swarmnode.compute.spec import StageSpec
     from swarmnode.compute.stored_tensors import Part, Stored
 
@@ -46,11 +48,14 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     _check_kernels(spec.quantization, device)
     dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(stored), spec.quantization))
     model = StageModel(spec, config, dtype, device)
+    adapter = find_adapter(spec.folder, stored, spec.quantization)
     wants_lean = (spec.lean and spec.quantization not in BNB_METHODS) or spec.quantization in PACKED_METHODS
-    lean = LeanBuilder(model, model.parameters(), spec.quantization) if wants_lean else None
-    _fill(model, stored, progress, lean)
+    lean = LeanBuilder(model, model.parameters(), spec.quantization, adapter) if wants_lean else None
+    _fill(model, stored, _TensorReader(model.dtype, model.device, adapter, progress), lean)
     if lean is not None:
         lean.finish()
+    elif adapter is not None:
+        adapter.attach(model)
     model.finish()
     engine = TorchEngine(model)
     return_freed_memory()
@@ -89,13 +94,12 @@ def _stored_dtype(stored: Mapping[str, Stored]) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-def _fill(model: StageModel, stored: dict[str, Stored], progress: Progress | None, lean: LeanBuilder | None) -> None:
+def _fill(model: StageModel, stored: dict[str, Stored], reader: _TensorReader, lean: LeanBuilder | None) -> None:
     if model.tied and not model.is_first and "lm_head.weight" in stored:
         stored = {**stored, model.embedding_name: stored["lm_head.weight"]}
     shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
     chosen = parts_of(shapes, stored, model.outer)
-    total = sum(part.stored.entry.size_bytes for parts in chosen.values() for part in parts)
-    reader = _TensorReader(model.dtype, model.device, total, progress)
+    reader.total = sum(part.stored.entry.size_bytes for parts in chosen.values() for part in parts)
     last_layer = None
     for name, parts in sorted(chosen.items(), key=_reading_order):
         if model.quantized and layer_of(name) != last_layer:
@@ -119,11 +123,14 @@ def _reading_order(item: tuple[str, tuple[Part, ...]]) -> tuple[int, str, int]:
 
 
 class _TensorReader:
-    """Reads tensors into fresh memory of the serving dtype and counts the bytes."""
+    """Reads tensors into fresh memory of the serving dtype, adds the adapter where it is merged, counts the bytes."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, total: int, progress: Progress | None) -> None:
-        self._dtype, self._device = dtype, device
-        self._total, self._progress, self._done, self._reported_s = total, progress, 0, 0.0
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, adapter: StageAdapter | None, progress: Progress | None
+    ) -> None:
+        self.total = 0
+        self._dtype, self._device, self._adapter = dtype, device, adapter
+        self._progress, self._done, self._reported_s = progress, 0, 0.0
         self._staging = memoryview(bytearray())
 
     def read(self, parts: tuple[Part, ...], shape: tuple[int, ...], room: torch.Tensor | None = None) -> torch.Tensor:
@@ -142,12 +149,14 @@ class _TensorReader:
                     self._read_into(cast("BinaryIO", file), bytes_of(target), source.name)
                 else:
                     self._convert(cast("BinaryIO", file), target.view(-1), stored, source.name)
+            if self._adapter is not None:
+                self._adapter.merge(source.name, target)
         except OSError as error:
             raise LoadFailed(f"tensor {source.name!r} of {source.path.name} cannot be read: {error}") from error
 
     def report(self) -> None:
         if self._progress is not None:
-            self._progress("weights", self._done, self._total)
+            self._progress("weights", self._done, self.total)
 
     def _read_into(self, file: BinaryIO, view: memoryview, name: str) -> None:
         while view:

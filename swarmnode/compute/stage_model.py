@@ -110,7 +110,7 @@ class StageModel:
         """Put a loaded tensor in place of the meta parameter of this checkpoint name, quantized where that one is."""
         parameter = nn.Parameter(value, requires_grad=False)
         if name != self.embedding_name or self.is_first:
-            owner, _, leaf = self._module_name(name).rpartition(".")
+            owner, _, leaf = self.module_name(name).rpartition(".")
             module = self.outer.get_submodule(owner)
             low_bit = bnb.quantized(module, leaf, value)
             setattr(module, leaf, parameter if low_bit is None else low_bit)
@@ -198,7 +198,8 @@ class StageModel:
         index, _, rest = name.removeprefix(prefix).partition(".")
         return f"{prefix}{int(index) + self.first_layer}.{rest}"
 
-    def _module_name(self, name: str) -> str:
+    def module_name(self, name: str) -> str:
+        """A checkpoint's name as the slice has it, whose layers count from its first."""
         prefix = "model.layers."
         if not name.startswith(prefix):
             return name

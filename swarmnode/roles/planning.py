@@ -59,6 +59,7 @@ def model_shape(manifest: Manifest) -> ModelShape:
         vocab_size=arch.vocab_size,
         recurrent_layers=frozenset(arch.recurrent_layers),
         state_values_per_layer=arch.state_values_per_layer,
+        adapter_params=arch.adapter_params,
     )
 
 

@@ -1,0 +1,209 @@
+"""LoRA adapters on a stage's projections: merged into full-precision weights, kept beside quantized ones.
+
+W + s·B·A is merged as the weight is read, in float32, before it is packed or used; with DoRA its rows are then scaled
+to the trained magnitudes. Beside a quantized weight the product is added to each row's result: by a few lines here
+(`lean` in float32, `lean16` in the serving dtype), or by PEFT's own modules (`peft`, and DoRA over NF4).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from swarmnode.catalog.adapter import MAGNITUDE, A, B, read_scales
+from swarmnode.compute.spec import BNB_METHODS
+from swarmnode.errors import LoadFailed, LoadRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from swarmnode.catalog.adapter import AdaptedModule
+    from swarmnode.compute.lean_block import LeanBlock
+    from swarmnode.compute.projections import Projection
+    from swarmnode.compute.stage_model import StageModel
+    from swarmnode.compute.stored_tensors import Stored
+
+MODES = ("lean", "lean16", "peft")
+_MERGED = ("none", "int4-fast")
+"""int4-fast: Q2's kernels take no adapter beside them, and so they are packed from merged weights everywhere. DoRA is
+merged before eight bits, too: PEFT 0.21 does not run it over those of bitsandbytes 0.50, which lose their scales."""
+_MERGED_ELEMENTS = 1 << 20
+"""Of a weight, merged at a time: what is held beside the slice is 4 MiB."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""A lean block's matrices, each with the projections whose rows it holds one below the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One projection's adapter: result + (rows · aᵀ) · bᵀ, the scale already in b."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def lora_mode() -> str:
+    """SWARM_SERVE_LORA; raises LoadRefused for a value that is none of MODES."""
+    mode = os.environ.get("SWARM_SERVE_LORA", "lean") or "lean"
+    if mode not in MODES:
+        raise LoadRefused(f"SWARM_SERVE_LORA is {mode[:40]!r}; allowed are {', '.join(MODES)}")
+    return mode
+
+
+def find_adapter(folder: Path, stored: Mapping[str, Stored], quantization: str) -> StageAdapter | None:
+    """The servable's adapter; None where it has none."""
+    scales = read_scales(folder)
+    return None if scales is None else StageAdapter(scales, stored, quantization, lora_mode())
+
+
+class StageAdapter:
+    """What of an adapter the stage's files hold, and how it is applied under this quantization."""
+
+    def __init__(
+        self, modules: Mapping[str, AdaptedModule], stored: Mapping[str, Stored], quantization: str, mode: str
+    ) -> None:
+        self._modules, self._stored = modules, stored
+        self._dora = any(module.dora for module in modules.values())
+        self.merges = quantization in _MERGED or (self._dora and quantization != "nf4")
+        self._by_peft = quantization in BNB_METHODS and (mode == "peft" or self._dora)
+        self._half = mode == "lean16"
+
+    def merge(self, name: str, weight: torch.Tensor) -> None:
+        """Add the adapter to a stored tensor that was just read, in place."""
+        module = name.removesuffix(".weight")
+        if not self.merges or module not in self._modules or name == module:
+            return
+        a, b = self._read(module, A, weight), self._read(module, B, weight)
+        scale = self._modules[module].scale
+        magnitude = self._read(module, MAGNITUDE, weight) if self._dora else None
+        step = max(1, _MERGED_ELEMENTS // weight.shape[1])
+        for begin in range(0, weight.shape[0], step):
+            rows = slice(begin, begin + step)
+            whole = weight[rows].float() + scale * (b[rows] @ a)
+            if magnitude is not None:
+                whole *= (magnitude[rows] / torch.linalg.norm(whole, dim=1)).unsqueeze(1)
+            weight[rows] = whole.to(weight.dtype)
+
+    def attach(self, model: StageModel) -> None:
+        """Put what was not merged beside the projections of transformers' own blocks; after all weights are set."""
+        if self.merges:
+            return
+        layers = range(model.first_layer, model.first_layer + model.num_layers)
+        ours = {name for name in self._modules if int(name.split(".")[2]) in layers}
+        if self._by_peft:
+            self._inject(model, sorted(ours))
+            return
+        for name in ours:
+            owner, _, leaf = name.rpartition(".")
+            parent = model.block(int(name.split(".")[2])).get_submodule(owner.split(".", 3)[3])
+            setattr(parent, leaf, LoraLinear(getattr(parent, leaf), self._low_rank(name, model.dtype, model.device)))
+
+    def beside(self, model: StageModel, layer: int, block: LeanBlock) -> None:
+        """Put what was not merged beside a lean block's packed projections."""
+        if self.merges:
+            return
+        own = model.block(layer)
+
+        def adapted(matrix: str, projection: Projection) -> Projection:
+            parts, begin = [], 0
+            for name in _FUSED[matrix]:
+                end = begin + own.get_submodule(name).out_features
+                if (full := f"model.layers.{layer}.{name}") in self._modules:
+                    parts.append((begin, end, self._low_rank(full, model.dtype, model.device)))
+                begin = end
+            return AdaptedProjection(projection, parts) if parts else projection
+
+        block.wrap(adapted)
+
+    def _inject(self, model: StageModel, names: Sequence[str]) -> None:
+        """PEFT's own modules around the stage's projections, their layers counted from the stage's first."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        local = {name: model.module_name(name) for name in names}
+        ranks = {local[name]: self._modules[name].rank for name in names}
+        alphas = {local[name]: self._modules[name].scale * self._modules[name].rank for name in names}
+        make: Any = LoraConfig
+        config = make(target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas, use_dora=self._dora)
+        inject_adapter_in_model(config, model.outer)
+        for name in names:
+            layer: Any = model.outer.get_submodule(local[name])
+            _fill(layer.lora_A["default"], self._read(name, A, layer.lora_A["default"].weight))
+            _fill(layer.lora_B["default"], self._read(name, B, layer.lora_B["default"].weight))
+            if self._dora:
+                magnitude = layer.lora_magnitude_vector["default"]
+                _fill(magnitude, self._read(name, MAGNITUDE, magnitude.weight))
+
+    def _low_rank(self, name: str, dtype: torch.dtype, device: torch.device) -> LowRank:
+        like = torch.empty(0, device=device)
+        kept = dtype if self._half else torch.float32
+        b = self._read(name, B, like) * self._modules[name].scale
+        return LowRank(self._read(name, A, like).to(kept), b.to(kept))
+
+    def _read(self, module: str, leaf: str, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the adapter in float32, on the device of `like`."""
+        stored = self._stored.get(f"{module}.{leaf}")
+        if stored is None:
+            raise LoadFailed(f"the stage's files lack tensor {module}.{leaf!r} of the adapter")
+        try:
+            with stored.path.open("rb") as file:
+                file.seek(stored.entry.begin)
+                raw = bytearray(file.read(stored.entry.size_bytes))
+        except OSError as error:
+            raise LoadFailed(f"tensor {stored.name!r} of {stored.path.name} cannot be read: {error}") from error
+        if len(raw) != stored.entry.size_bytes:
+            raise LoadFailed(f"tensor {stored.name!r} ends early; fetch the stage's files again")
+        tensor = torch.frombuffer(raw, dtype=_DTYPES[stored.entry.dtype]).view(stored.entry.shape)
+        return tensor.to(device=like.device, dtype=torch.float32)
+
+
+class LoraLinear(nn.Module):
+    """A quantized linear layer with its adapter beside it; what PEFT computes, without its bookkeeping per call."""
+
+    def __init__(self, inner: nn.Module, low: LowRank) -> None:
+        super().__init__()
+        self.inner, self._low = inner, low
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(rows)
+        return result + _product(rows, self._low).to(result.dtype)
+
+
+class AdaptedProjection:
+    """A packed projection with the adapters of its parts, each for the output rows begin … end-1."""
+
+    __slots__ = ("_a", "_inner", "_parts", "_ranks")
+
+    def __init__(self, inner: Projection, parts: Sequence[tuple[int, int, LowRank]]) -> None:
+        self._inner = inner
+        self._a = torch.cat([low.a for _, _, low in parts])
+        self._ranks = [low.a.shape[0] for _, _, low in parts]
+        self._parts = [(begin, end, low.b) for begin, end, low in parts]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        result = self._inner(rows)
+        shrunk = torch.split(linear(rows.to(self._a.dtype), self._a), self._ranks, -1)
+        for (begin, end, b), narrow in zip(self._parts, shrunk, strict=True):
+            result[..., begin:end] += linear(narrow, b).to(result.dtype)
+        return result
+
+    def size_bytes(self) -> int:
+        return self._inner.size_bytes() + self._a.nbytes + sum(b.nbytes for _, _, b in self._parts)
+
+
+def _product(rows: torch.Tensor, low: LowRank) -> torch.Tensor:
+    return linear(linear(rows.to(low.a.dtype), low.a), low.b)
+
+
+def _fill(module: Any, value: torch.Tensor) -> None:
+    module.weight = nn.Parameter(value.to(module.weight.dtype), requires_grad=False)
