@@ -49,6 +49,17 @@ def test_eight_and_four_bits_answer_and_take_less(swarm: Swarm) -> None:
     assert taken["int8"] > taken["int4-fast"] + (20 << 20), taken
 
 
+def test_m5_a_peer_gets_the_other_half_from_the_peer_that_has_it(swarm: Swarm) -> None:
+    """Each holds one stage's part by now; one stage on one of them needs both parts."""
+    status = swarm.load(MODEL, num_stages=1)
+    holder = status["stages"][0]["peer"]
+    swarm.unload(MODEL)
+    (other,) = set(swarm.local.peers) - {holder}
+    (*_, came) = [event["bytes"] for event in swarm.local.peers[holder].seen if event["event"] == "fetched"]
+    assert came[other] > 50e6
+    assert came.get("the coordinator", 0) < 1e6, "only a header"
+
+
 def test_what_is_not_served_is_refused_with_what_is(swarm: Swarm) -> None:
     with pytest.raises(SwarmError, match="int4-fast"):
         swarm.load(MODEL, quantization={"method": "gptq"})
