@@ -17,8 +17,10 @@ UNBOUNDED = 10_000
 class FittedTable:
     """Columns by title: a leading `>` aligns right, a trailing `?` may be left out (the last such column first)."""
 
-    def __init__(self, *columns: str) -> None:
+    def __init__(self, *columns: str, rule: bool = True) -> None:
+        """`rule`: a line under the titles."""
         self._columns = columns
+        self._box = box.SIMPLE_HEAD if rule else None
         self._rows: list[tuple[RenderableType, ...]] = []
 
     def add_row(self, *cells: RenderableType) -> None:
@@ -37,7 +39,7 @@ class FittedTable:
         yield table
 
     def _table(self, shown: list[int]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+        table = Table(box=self._box, show_edge=False, pad_edge=False, header_style="bold")
         for index in shown:
             title = self._columns[index].rstrip("?")
             right = title.startswith(">")

@@ -43,7 +43,7 @@ def models_table(answer: Mapping[str, Any]) -> RenderableType:
     for model in sorted(models, key=lambda model: str(model.get("id"))):
         table.add_row(
             literal(model.get("id")),
-            _state(model.get("state")),
+            state_text(model.get("state")),
             quantities.parameters(model.get("parameters")),
             quantities.size(model.get("size_bytes")),
             literal(model.get("dtype")),
@@ -96,7 +96,7 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
         silence_s = node.get("silence_s")
         table.add_row(
             literal(node.get("name") or node.get("node")),
-            _state(node.get("state")),
+            state_text(node.get("state")),
             literal("+".join(node.get("roles") or []) or None),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),
@@ -112,7 +112,7 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
 def _headline(status: Mapping[str, Any]) -> Text:
     line = Text(str(status.get("id", "-")), style="bold")
     line.append(" ")
-    line.append_text(_state(status.get("state")))
+    line.append_text(state_text(status.get("state")))
     facts = quantities.listed(
         [
             str(status.get("dtype") or ""),
@@ -151,7 +151,7 @@ def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
             quantities.count(stage.get("stage")),
             literal(stage.get("peer") or stage.get("node")),
             quantities.layers(stage.get("layers")),
-            _phase(stage),
+            stage_phase(stage),
             quantities.count(stage.get("sessions")),
             quantities.size(stage.get("weight_bytes")),
             quantities.count(stage.get("kv_tokens")),
@@ -194,9 +194,10 @@ def _links_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
     return table
 
 
-def _phase(stage: Mapping[str, Any]) -> Text:
+def stage_phase(stage: Mapping[str, Any]) -> Text:
+    """With how far it is, while it loads."""
     phase, done, total = stage.get("phase"), stage.get("done") or 0, stage.get("total") or 0
-    text = _state(phase)
+    text = state_text(phase)
     if phase != "ready" and total:
         text.append(f" {100 * min(done, total) // total}%")
     return text
@@ -212,11 +213,12 @@ def _coverage(stages: Sequence[Mapping[str, Any]]) -> Text:
     return line
 
 
-def _state(state: object) -> Text:
+def state_text(state: object) -> Text:
+    """A state in its colour."""
     return Text("-" if state is None else str(state), style=STATE_STYLES.get(str(state), ""))
 
 
-def literal(value: object) -> Text:
+def literal(value: object, style: str = "") -> Text:
     """Literal: a node may call itself `[red]`, and control characters must not reach the terminal."""
     shown = "-" if value is None else str(value)
-    return Text("".join(char if char.isprintable() else "?" for char in shown))
+    return Text("".join(char if char.isprintable() else "?" for char in shown), style=style)

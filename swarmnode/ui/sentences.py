@@ -1,0 +1,49 @@
+"""A node's events as sentences: what `up` prints and `top` lists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def sentence(event: str, values: Mapping[str, object]) -> str:
+    """One event for people; one that this version does not know is shown with all its values."""
+    match event:
+        case "ready":
+            return _ready(values)
+        case "warning":
+            return f"warning: {values['text']}"
+        case "enrolled":
+            return "this machine is a member of the swarm now; later starts need no token"
+        case "joined":
+            return f"joined the coordinator at {values['coordinator']}"
+        case "coordinator_lost":
+            return f"not connected to the coordinator at {values['address']}: {values['reason']}; trying again"
+        case "peer_joined":
+            return f"{values['name']} joined"
+        case "peer_left":
+            return f"{values['name']} left"
+        case "ring_loading":
+            return f"{values['model']} is being loaded over {values['stages']} stages"
+        case "ring_ready":
+            return f"{values['model']} is ready"
+        case "ring_idle":
+            return f"{values['model']} was idle for {values['idle_s']:g} s and is being unloaded"
+        case "ring_evicted":
+            return f"{values['model']} is being unloaded to make room for {values['for']}"
+        case "ring_over":
+            why = f": {values['error']}" if values.get("error") else ""
+            return f"{values['model']} is no longer loaded{why}"
+        case _:
+            return f"{event} " + ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _ready(values: Mapping[str, object]) -> str:
+    lines = [f"{values['name']} is up; swarm port {values['swarm']}"]
+    if values.get("api"):
+        lines.append(f"OpenAI endpoint {values['api']}/v1")
+    if "coordinator" in str(values["roles"]):
+        lines.append("add a peer: `swarmnode join-token` here, then `swarmnode up --role peer --join TOKEN` there")
+    return "\n".join(lines)
