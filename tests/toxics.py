@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,21 +56,25 @@ class Direction:
 
 
 class Uplink:
-    """A token bucket that several directions may share: what a node's connections all go out by."""
+    """A token bucket that several directions may share, of several proxies, too: what a node's connections all go out
+    by."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
         self._free_s = 0.0
-        """When all that was taken so far has gone out."""
+        """When all that was taken so far has gone out, by the clock that all threads share."""
 
-    def wait_s(self, n_bytes: int, now: float) -> float:
+    def wait_s(self, n_bytes: int) -> float:
         """Take a place in the line; seconds until these bytes have gone out."""
-        self._free_s = max(self._free_s, now) + n_bytes / self.bytes_per_s
-        return self._free_s - now
+        with self._lock:
+            now = time.monotonic()
+            self._free_s = max(self._free_s, now) + n_bytes / self.bytes_per_s
+            return self._free_s - now
 
-    def overfull_s(self, now: float) -> float:
+    def overfull_s(self) -> float:
         """Until its queue holds no more than FIFO_BYTES."""
-        return max(0.0, self._free_s - now - FIFO_BYTES / self.bytes_per_s)
+        return max(0.0, self._free_s - time.monotonic() - FIFO_BYTES / self.bytes_per_s)
 
 
 class ToxicProxy:
@@ -162,12 +167,12 @@ async def _spoil(data: bytes, way: Direction, send: trio.MemorySendChannel[tuple
         due_s = trio.current_time() + way.latency_s
         way.effects.delayed_chunks += way.latency_s > 0
         if way.uplink is not None:
-            wait_s = way.uplink.wait_s(len(piece), trio.current_time())
+            wait_s = way.uplink.wait_s(len(piece))
             way.effects.limited_s += wait_s
             due_s += wait_s
         await send.send((due_s, piece))
         if way.uplink is not None:  # while its queue is full the sender waits, as TCP makes it
-            await trio.sleep(way.uplink.overfull_s(trio.current_time()))
+            await trio.sleep(way.uplink.overfull_s())
 
 
 def _corrupted(data: bytes, way: Direction) -> bytes:

@@ -46,8 +46,8 @@ RETRY_S = 0.2
 ASK_EVERY_S = 1.0
 SIGN_S = 5.0
 SILENCE_S = 15.0
-"""Three signs. Bytes count, not frames: a prompt piece may take longer on a slow uplink, a DATA frame of it (256 KiB) only
-below 17 KB/s."""
+"""Three signs. Bytes count, not frames: a prompt piece may take longer on a slow uplink, one DATA frame of it (256 KiB)
+takes longer below 17 KB/s only."""
 LOOK_S = 1.0
 BETTER_S = 60.0
 """How often a lane that is not direct looks for a better way, and then takes it while nothing is under way."""

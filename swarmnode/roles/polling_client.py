@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ from swarmnode.wire.polled import BUNDLE_HEADER, PolledStream
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator
 
     from swarmnode.ids import NodeId
     from swarmnode.wire.certificates import PrivateKey
@@ -89,7 +89,9 @@ class _Link:
             data, frames = await self._stream.outward.take()
             target = f"/api/v1/infer/responses/{self._name}?n={number}"
             headers = {**self._signed("POST", target, data), BUNDLE_HEADER: str(frames)}
-            answer = await client.post(target, content=data, headers=headers)
+            request = client.build_request("POST", target, content=data, headers=headers)
+            request.stream = _Body(data)
+            answer = await client.send(request)
             _check(answer, (204,))
             self._opened.set()
             number += 1
@@ -119,6 +121,21 @@ class _Link:
     def _fail(self, what: str, error: Exception) -> None:
         self._opened.set()
         self._stream.fail(f"a {what} to {self._access.url} failed: {error or type(error).__name__}")
+
+
+class _Body(httpx.AsyncByteStream, AsyncIterator[bytes]):
+    """A push's bytes. httpx's own stream is an async generator, which a cancelled push would leave unfinished."""
+
+    def __init__(self, data: bytes) -> None:
+        self._parts = [data]
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._parts:
+            raise StopAsyncIteration
+        return self._parts.pop()
 
 
 def _check(answer: httpx.Response, allowed: tuple[int, ...]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
@@ -10,9 +11,10 @@ from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
 from swarmnode.config import read_settings
-from swarmnode.errors import Conflict
-from swarmnode.ids import BootId, NodeId
+from swarmnode.errors import Conflict, LinkBroken
+from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.roles.context import PeerResources
+from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.peer import RECONNECT_S, Peer
 from swarmnode.wire.address import Address
 from swarmnode.wire.link import Identity
@@ -87,3 +89,54 @@ async def test_a_peer_that_was_kept_for_long_is_back_at_once(tmp_path: Path, aut
     watched = Watched(tmp_path, keep_s=20.0)
     await watched.watch()
     assert watched.longest_pause_s == pytest.approx(RECONNECT_S[0])
+
+
+class Roads:
+    """A coordinator that is polled; `open` says whether its swarm port is reached, too."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.asked = 0
+
+    async def better_to_coordinator(self, places: object, route: str) -> bool:
+        assert (places, route) == ((SWARM_PORT,), "polled")
+        self.asked += 1
+        await trio.sleep(0.1)
+        return self.open
+
+
+SWARM_PORT = Address("127.0.0.1", 7700)
+
+
+async def test_a_polled_peer_changes_to_a_better_road_while_it_holds_nothing(
+    tmp_path: Path, autojump_clock: object
+) -> None:
+    context, roads = node_context(identity("attic"), MemoryNetwork(), read_settings(tmp_path, environ={})), Roads()
+    context = replace(context, roads=cast("Any", roads))
+    member: Any = NoMembership()
+    peer = Peer(context, [SWARM_PORT], PeerResources(1 << 30, "cpu", 1), ShardStore(tmp_path / "store"), member)
+    changed_s: list[float] = []
+
+    async def look() -> None:
+        with pytest.raises(LinkBroken, match="a better road"):
+            await peer._look_for_better("polled")
+        changed_s.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        await trio.sleep(3.5 * BETTER_S)
+        assert roads.asked == 3
+        roads.open = True
+        peer._hosts[RingId("r1")] = cast("Any", object())
+        await trio.sleep(2 * BETTER_S)
+        assert (roads.asked, changed_s) == (3, []), "what is held would end with the connection"
+        peer._hosts.clear()
+        await trio.sleep(BETTER_S)
+    assert len(changed_s) == 1
+
+
+async def test_a_peer_that_is_connected_directly_looks_for_nothing_better(tmp_path: Path) -> None:
+    member: Any = NoMembership()
+    context = node_context(identity("attic"), MemoryNetwork(), read_settings(tmp_path, environ={}))
+    peer = Peer(context, [SWARM_PORT], PeerResources(1 << 30, "cpu", 1), ShardStore(tmp_path / "store"), member)
+    await peer._look_for_better("direct")
