@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 COORDINATOR = "the coordinator"
 FETCH_PROGRESS_S = 60.0
 """No bytes for this long: the coordinator's disk or the link is stuck, and the load fails rather than waits."""
+PEER_SILENCE_S = 10.0
+"""The same for another peer: there are others to ask."""
 SHARED_WAIT_S = 0.25
 """Between looks at a file that another load of this peer is fetching."""
 REPORT_S = 0.25
@@ -87,13 +89,14 @@ async def _begin(store: ShardStore, entry: FileEntry, progress: FetchProgress) -
 
 
 async def next_frame(channel: Channel, entry: FileEntry, source: str = COORDINATOR) -> Frame:
-    """The next `data` or `fetched` of a transfer; raises FetchFailed after FETCH_PROGRESS_S without one, or the error
-    that `source` answered."""
+    """The next `data` or `fetched` of a transfer; raises FetchFailed where none came in time, or the error that
+    `source` answered."""
+    patience_s = FETCH_PROGRESS_S if source == COORDINATOR else PEER_SILENCE_S
     try:
-        with trio.fail_after(FETCH_PROGRESS_S):
+        with trio.fail_after(patience_s):
             frame = await channel.receive()
     except trio.TooSlowError:
-        raise FetchFailed(f"{entry.path}: no bytes from {source} for {FETCH_PROGRESS_S:.0f} s") from None
+        raise FetchFailed(f"{entry.path}: no bytes from {source} for {patience_s:.0f} s") from None
     except trio.EndOfChannel:
         raise FetchFailed(f"{entry.path}: {source} ended the transfer") from None
     if frame.kind == "error":

@@ -23,6 +23,7 @@ from swarmnode.wire.address import parse_address
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -107,7 +108,9 @@ class _SliceFetch:
         self._shards, self._files = shards, files
         self._lists = [file.chunks for file in files]
         self._pool = ChunkPool({}, self._lists)
-        self._silent = {node for node, _ in spec.sources}
+        self._sources = spec.sources if DIRECT in context.settings.link_routes else ()
+        """Dialled straight or not at all: by way of the coordinator its own copy is nearer."""
+        self._silent = {node for node, _ in self._sources}
         """Peers that have not said yet what they have."""
         self._changed = trio.Event()
         self._came: dict[str, int] = {}
@@ -122,7 +125,7 @@ class _SliceFetch:
             await self._fetch(dialed.up, headers, ())
             missing = dict(enumerate(self._missing()))
             self._expect(store, missing)
-            await self._fetch(dialed.up, missing, self._spec.sources)
+            await self._fetch(dialed.up, missing, self._sources)
         self._context.emit("fetched", {"model": self._spec.model, "stage": self._spec.stage, "bytes": self._came})
 
     def _expect(self, store: ShardStore, missing: dict[int, list[int]]) -> None:
@@ -165,19 +168,20 @@ class _SliceFetch:
             with trio.move_on_after(PATIENCE_S) as patience:
                 await self._changed.wait()
             waited = patience.cancelled_caught
+            self._progress.add(0)
 
     async def _from_peer(self, node: NodeId, address: str) -> None:
         """Ask a peer for what it has until all is here; one that fails is left out and named in the log."""
         options = LinkOptions(traffic=self._context.traffic, node=node)
         try:
-            way = self._context.roads.to_peer(node, [parse_address(address)], "shares", options)
-            async with way as dialed:
-                name = dialed.up.welcome.identity.name if dialed.up.welcome is not None else node
+            own = self._context.identity
+            async with self._context.transport.dial(parse_address(address), "shares", own, options) as channel:
+                name = channel.welcome.identity.name if channel.welcome is not None else node
                 while not self._pool.over:
-                    await self._ask(dialed.up, node)
+                    await self._ask(channel, node)
                     while (batch := self._pool.take(node)) is not None:
                         with trio.fail_after(BATCH_S):
-                            await self._bring(dialed.up, batch, name)
+                            await self._bring(channel, batch, name)
                     await trio.sleep(ASK_AGAIN_S)
         except (SwarmError, trio.TooSlowError) as error:
             _log.info("%s: nothing more is fetched from %s: %s", self._spec.model, node[:8], error or "it is too slow")

@@ -22,7 +22,7 @@ from swarmnode.catalog.store import ShardStore
 from swarmnode.config import read_settings
 from swarmnode.errors import FetchFailed, LinkBroken, NoSpace
 from swarmnode.ids import BootId, NodeId
-from swarmnode.roles import slice_client
+from swarmnode.roles import file_client, slice_client
 from swarmnode.roles.fetching import fetch_files
 from swarmnode.roles.file_server import serve_files, serve_shares
 from swarmnode.wire.address import Address
@@ -308,13 +308,33 @@ async def test_a_peer_gives_what_it_has(swarm: Swarm) -> None:
 async def test_a_peer_that_lies_leaves_or_stalls_costs_time_and_nothing_else(
     swarm: Swarm, lie: Spoil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slice_client, "BATCH_S", 0.3)
+    monkeypatch.setattr(file_client, "PEER_SILENCE_S", 0.2)
     async with trio.open_nursery() as nursery:
         await swarm.open(nursery, "attic")
         await swarm.fetch("attic", 0, 3)
         swarm.spoils["attic"] = lie
         with trio.fail_after(20):
             swarm.check(await swarm.fetch("cellar", 0, 4, "attic"), 0, 4)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_drips_does_not_hold_the_load(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator takes over what it was to give, and the batch it holds has a deadline."""
+
+    async def drips(frame: Frame) -> Frame:
+        await trio.sleep(0.2 if frame.kind == "data" else 0)
+        return Frame("data", frame.header, frame.body[:1]) if frame.kind == "data" else frame
+
+    monkeypatch.setattr(slice_client, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(slice_client, "BATCH_S", 0.5)
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic")
+        await swarm.fetch("attic", 0, 4)
+        before = swarm.served["house"]
+        swarm.spoils["attic"] = drips
+        with trio.fail_after(10):
+            swarm.check(await swarm.fetch("cellar", 0, 4, "attic"), 0, 4)
+        assert swarm.served["house"] - before > swarm.shard.size // 2
         nursery.cancel_scope.cancel()
 
 
