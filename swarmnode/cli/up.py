@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,15 +14,16 @@ from swarmnode.available_memory import offered_memory_bytes
 from swarmnode.cli.output import JsonFlag, console, parse_size, print_json
 from swarmnode.errors import InvalidRequest
 from swarmnode.ids import parse_node_name
+from swarmnode.wire.address import API_LISTEN, SWARM_LISTEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rich.console import Console
 
     from swarmnode.wire.address import Address, ApiUrl
 
 ROLES = ("coordinator", "peer")
-COORDINATOR_SWARM = "127.0.0.1:7700"
-API_LISTEN = "127.0.0.1:7701"
 
 AdvertiseOption = Annotated[
     list[str] | None,
@@ -63,7 +65,7 @@ def up(
     ] = None,
     swarm_listen: Annotated[
         str | None,
-        typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{COORDINATOR_SWARM}; peers: any port]"),
+        typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{SWARM_LISTEN}; peers: any port]"),
     ] = None,
     advertise: AdvertiseOption = None,
     advertise_api: AdvertiseApiOption = None,
@@ -127,8 +129,9 @@ def up(
         ),
         end_with_stdin=end_with_stdin,
     )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    trio.run(run_node, options, _reporter(json_output=json_output))
+    with _reporter(json_output=json_output) as report:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        trio.run(run_node, options, report)
 
 
 def _check_roles(given: list[str]) -> None:
@@ -156,7 +159,7 @@ def worker(parent: Annotated[int, typer.Option("--parent")]) -> None:
 def _swarm_address(given: str | None, *, coordinator: bool) -> Address | None:
     from swarmnode.wire.address import parse_address
 
-    wanted = given or (COORDINATOR_SWARM if coordinator else None)
+    wanted = given or (SWARM_LISTEN if coordinator else None)
     return parse_address(wanted) if wanted is not None else None
 
 
@@ -173,43 +176,34 @@ def _checked_device(device: str) -> str:
     return device
 
 
-def _reporter(*, json_output: bool) -> Callable[[str, Mapping[str, object]], None]:
+@contextmanager
+def _reporter(*, json_output: bool) -> Iterator[Callable[[str, Mapping[str, object]], None]]:
+    """Lines of JSON, or sentences; on a terminal with a few lines below them that say how things stand."""
     if json_output:
-        return lambda event, values: print_json({"event": event, **values})
+        yield lambda event, values: print_json({"event": event, **values})
+        return
+    from swarmnode.ui.sentences import sentence
+
     screen = console()
+    with _view_below(screen) as note:
 
-    def report(event: str, values: Mapping[str, object]) -> None:
-        screen.print(_sentence(event, values), markup=False, soft_wrap=True)
+        def report(event: str, values: Mapping[str, object]) -> None:
+            note(event, values)
+            screen.print(sentence(event, values), markup=False, soft_wrap=True)  # which draws the view anew
 
-    return report
+        yield report
 
 
-def _sentence(event: str, values: Mapping[str, object]) -> str:
-    match event:
-        case "ready":
-            lines = [f"{values['name']} is up; swarm port {values['swarm']}"]
-            if values.get("api"):
-                lines.append(f"OpenAI endpoint {values['api']}/v1")
-            if "coordinator" in str(values["roles"]):
-                lines.append(
-                    "add a peer: `swarmnode join-token` here, then `swarmnode up --role peer --join TOKEN` there"
-                )
-            return "\n".join(lines)
-        case "warning":
-            return f"warning: {values['text']}"
-        case "enrolled":
-            return "this machine is a member of the swarm now; later starts need no token"
-        case "joined":
-            way = "" if values["route"] == "direct" else f" ({values['route']})"
-            return f"joined the coordinator at {values['coordinator']}{way}"
-        case "coordinator_lost":
-            return f"not connected to the coordinator: {values['reason']}; trying again"
-        case "peer_joined":
-            return f"{values['name']} joined"
-        case "peer_left":
-            return f"{values['name']} left"
-        case "ring_over":
-            why = f": {values['error']}" if values.get("error") else ""
-            return f"{values['model']} is no longer loaded{why}"
-        case _:
-            return f"{event} " + ", ".join(f"{key}={value}" for key, value in values.items())
+@contextmanager
+def _view_below(screen: Console) -> Iterator[Callable[[str, Mapping[str, object]], None]]:
+    if not screen.is_terminal or screen.is_dumb_terminal:
+        yield lambda _event, _values: None
+        return
+    from rich.live import Live
+
+    from swarmnode.ui.up_view import UpView
+
+    view = UpView()
+    with Live(view, console=screen, auto_refresh=False, transient=True):
+        screen.show_cursor(True)  # a second Ctrl-C ends this process at once, and nobody would show it again
+        yield view.apply

@@ -20,7 +20,7 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
         case "joined":
             return f"joined the coordinator at {values['coordinator']}"
         case "coordinator_lost":
-            return f"not connected to the coordinator at {values['address']}: {values['reason']}; trying again"
+            return f"not connected to the coordinator: {values['reason']}; trying again"
         case "peer_joined":
             return f"{values['name']} joined"
         case "peer_left":

@@ -178,6 +178,8 @@ def test_every_size_is_filled_and_never_exceeded(width: int, height: int, view: 
     lines = screen(snapshot, width, height, view)
     assert len(lines) == height
     assert all(cell_len(line) <= width for line in lines)
+    if height > 3 and width > 10:
+        assert lines[-1].startswith("q quit"), "the keys are never pushed out"
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(-3, 100))

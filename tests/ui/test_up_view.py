@@ -1,0 +1,66 @@
+"""The lines that `up` keeps on a terminal, after each of a node's events."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from swarmnode.ui.sentences import sentence
+from swarmnode.ui.up_view import UpView
+
+READY = {"name": "desk", "swarm": "127.0.0.1:7700", "api": "http://127.0.0.1:7701", "roles": ["coordinator"]}
+
+
+def shown(view: UpView, width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def after(*events: tuple[str, dict[str, Any]]) -> list[str]:
+    view = UpView()
+    for event, values in events:
+        view.apply(event, values)
+    return shown(view)
+
+
+def test_a_coordinator_says_who_is_there_and_what_is_loaded() -> None:
+    den, attic = {"node": "n1", "name": "den"}, {"node": "n2", "name": "attic\x1b[2J"}
+    assert after() == ["starting"]
+    where = "desk  swarm port 127.0.0.1:7700  API http://127.0.0.1:7701/v1"
+    events: list[tuple[str, dict[str, Any]]] = [("ready", READY)]
+    assert after(*events) == [where, "no peers yet", "no model is loaded"]
+    events += [("peer_joined", den), ("peer_joined", attic), ("ring_loading", {"model": "m", "stages": 2})]
+    assert after(*events) == [where, "2 peers: attic?[2J, den", "models: m loading"]
+    events += [("peer_left", attic), ("ring_ready", {"model": "m", "stages": 2}), ("ring_loading", {"model": "b"})]
+    assert after(*events) == [where, "1 peer: den", "models: b loading, m ready"]
+    events += [("ring_over", {"model": "m"}), ("ring_evicted", {"model": "b", "for": "c"}), ("of_tomorrow", {})]
+    assert after(*events)[2] == "models: b unloading"
+
+
+def test_a_peer_says_whether_it_is_connected() -> None:
+    ready = ("ready", {"name": "den", "swarm": "127.0.0.1:1", "roles": ["peer"]})
+    assert after(ready) == ["den  swarm port 127.0.0.1:1", "connecting to the coordinator"]
+    assert after(ready, ("joined", {"coordinator": "desk:7700"}))[1] == "connected to desk:7700"
+    lost = ("coordinator_lost", {"reason": "x"})
+    assert after(ready, lost)[1] == "not connected to the coordinator; trying again"
+
+
+def test_a_narrow_terminal_gets_as_many_lines_each_cut() -> None:
+    view = UpView()
+    view.apply("ready", READY)
+    lines = shown(view, width=20)
+    assert len(lines) == 3
+    assert all(len(line) <= 20 for line in lines)
+
+
+def test_events_as_sentences() -> None:
+    assert sentence("coordinator_lost", {"reason": "gone"}) == "not connected to the coordinator: gone; trying again"
+    assert sentence("ring_evicted", {"model": "a", "for": "b"}) == "a is being unloaded to make room for b"
+    assert sentence("ring_idle", {"model": "a", "idle_s": 900}) == "a was idle for 900 s and is being unloaded"
+    assert sentence("ring_over", {"model": "a", "error": None}) == "a is no longer loaded"
+    assert sentence("of_tomorrow", {"x": 1}) == "of_tomorrow x=1"
+    assert sentence("ready", READY).splitlines()[1] == "OpenAI endpoint http://127.0.0.1:7701/v1"
