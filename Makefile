@@ -30,6 +30,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.throughput --stages 2 --users 1,2,4,8 --rtt-ms 0,20
 	$(BIN)/python -m benchmarks.calibrate
 	$(BIN)/python -m benchmarks.prefix
+	$(BIN)/python -m benchmarks.prompt
+	$(BIN)/python -m benchmarks.mixed
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)

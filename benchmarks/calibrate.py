@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.users import RingUnderTest, running_ring, step_costs
+from benchmarks.users import WARM_UP_TOKENS, RingUnderTest, running_ring, step_costs
 from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
 from sims.scenarios.decode import bound_of, steady
@@ -33,8 +33,9 @@ def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, A
     tables = tuple(StageTable(cost) for cost in costs)
     rows = []
     with running_ring(about) as ring:
-        spec = RingSpec(tables, links_of(STAGES, ring.rtt_ms * STAGES / 2))
+        spec = RingSpec(tables, links_of(STAGES, ring.road_ms))
         for users in USERS:
+            ring.run(users, WARM_UP_TOKENS)
             real = ring.run(users, tokens).tokens_per_s
             simulated = steady(spec.build(), users, bound_of(spec, users))["tokens_per_s"]
             rows.append(

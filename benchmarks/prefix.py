@@ -85,9 +85,9 @@ def converse(ring: Ring, number: int, tokens: int) -> Run:
     """One conversation, and its new tokens alone. Every system message begins with words of its own, so that nothing
     else in memory begins alike."""
     system = {"role": "system", "content": f"{number} times: answer briefly."}
-    story = {"role": "user", "content": f"Go on with this story. {_story(number, tokens)}"}
-    first = ring.chat([system, story], REPLY_TOKENS)
-    past = [system, story, {"role": "assistant", "content": first.text}]
+    asked = {"role": "user", "content": f"Go on with this story. {story(number, tokens)}"}
+    first = ring.chat([system, asked], REPLY_TOKENS)
+    past = [system, asked, {"role": "assistant", "content": first.text}]
     second = ring.chat([*past, {"role": "user", "content": QUESTION}], REPLY_TOKENS)
     alone = _alone(ring, number, second.prompt_tokens - second.cached_tokens)
     return Run(
@@ -101,7 +101,7 @@ def converse(ring: Ring, number: int, tokens: int) -> Run:
     )
 
 
-def _story(number: int, tokens: int) -> str:
+def story(number: int, tokens: int) -> str:
     """About so many tokens: a common word of English is one."""
     sentence = "On day {day} the keeper wrote a line about {what} and went up the stairs again to look at the sea. "
     parts: list[str] = []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.users import RingUnderTest, running_ring, step_costs
+from benchmarks.users import WARM_UP_TOKENS, RingUnderTest, running_ring, step_costs
 from sims.bound import bound_tokens_per_s
 from sims.engines import interpolate
 
@@ -35,7 +35,9 @@ def measure(
     for rtt_ms in rtts_ms:
         environment = {"SWARM_SERVE_SCHEDULE": schedule, "SWARM_SERVE_IN_FLIGHT": str(max(users))}
         with running_ring(RingUnderTest(stages, rtt_ms, dtype, threads, environment)) as ring:
-            rows += [_row(ring.run(n, tokens).tokens_per_s, n, rtt_ms, ring.rtt_ms, costs) for n in users]
+            for n in users:
+                ring.run(n, WARM_UP_TOKENS)
+                rows.append(_row(ring.run(n, tokens).tokens_per_s, n, rtt_ms, ring.rtt_ms, costs))
     return {
         "stages": stages,
         "dtype": dtype,

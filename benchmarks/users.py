@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import statistics
 import tempfile
 import threading
@@ -9,7 +11,7 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.ring_latency import Proxy
 from swarmnode.cli.chat_stream import ChatResult, run_chat
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PROMPTS = ("a lighthouse keeper", "two rivals", "a long winter", "an old clock", "a train", "bees", "a map", "the sea")
-MEASURED_ROWS = (1, 2, 4, 8)
+MEASURED_ROWS = (1, 2, 3, 4, 6, 8)
+"""Costs by rows are steps, not lines: what lies between these is taken from a line."""
+WARM_UP_TOKENS = 32
+"""Of replies that do not count: the ring learns what its groups cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +47,54 @@ class Ring:
         self.rtt_ms = rtt_ms
         """Measured through the proxies."""
         self.stages = stages
+        self.model = model
         self._swarm = swarm
-        self._model = model
+        self._numbers = itertools.count()
+
+    @property
+    def road_ms(self) -> float:
+        """All links once."""
+        return self.rtt_ms * self.stages / 2 if self.stages > 1 else 0.0
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The model's, as the coordinator tells it."""
+        with closing(self._swarm.client()) as client:
+            return client.get(f"/api/v1/models/{self.model}/status")
 
     def run(self, users: int, tokens: int) -> Crowd:
         """`users` ask for a story of `tokens` tokens each, all at once; returns when all are answered."""
-        crowd = Crowd([[] for _ in range(users)], [None] * users)
-        threads = [threading.Thread(target=self._ask, args=(crowd, index, tokens)) for index in range(users)]
+        crowd = self.crowd(users)
+        self.answer(crowd, tokens)
+        return crowd
+
+    def crowd(self, users: int) -> Crowd:
+        """So many who have not asked yet."""
+        return Crowd([[] for _ in range(users)], [None] * users)
+
+    def answer(self, crowd: Crowd, tokens: int) -> None:
+        """As `run`, for a crowd that others watch meanwhile."""
+        users = range(len(crowd.results))
+        threads = [threading.Thread(target=self._ask, args=(crowd, index, tokens)) for index in users]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return crowd
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], tokens: int, show: Callable[[str], None] = lambda _: None
     ) -> ChatResult:
         """One greedy reply of at most `tokens` tokens."""
-        body = {"model": self._model, "messages": list(messages), "temperature": 0, "max_tokens": tokens}
+        body = {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": tokens}
         with closing(self._swarm.client()) as client:
             return run_chat(client, body, show)
 
+    def mark(self) -> str:
+        """What a prompt begins with so that it begins like no other: nothing of it is continued from memory."""
+        return f"{secrets.token_hex(3)} {next(self._numbers)}."
+
     def _ask(self, crowd: Crowd, index: int, tokens: int) -> None:
-        story = f"Write a very long story about {PROMPTS[index % len(PROMPTS)]}, number {index}, with many details."
+        story = f"{self.mark()} Write a very long story about {PROMPTS[index % len(PROMPTS)]}, with many details."
         times = crowd.times_s[index]
         messages = [{"role": "user", "content": story}]
         crowd.results[index] = self.chat(messages, tokens, lambda _: times.append(time.monotonic()))
@@ -98,8 +128,14 @@ class Crowd:
         return (len(inside) - 1) / (inside[-1] - inside[0]) * result.completion_tokens / len(times)
 
     def stage_ms(self, stage: int) -> float:
-        """A stage's mean compute per decode step, over all replies."""
-        return statistics.mean(result.timing[f"stage{stage}_ms"] for result in self.done)
+        """A stage's compute for all decode steps of a reply, mean over the replies."""
+        name = f"stage{stage}_ms"
+        return statistics.mean(float(r.timing[name]) * (r.completion_tokens - 1) for r in self.done)
+
+    @property
+    def steps(self) -> float:
+        """Decode steps of a reply, mean over the replies."""
+        return statistics.mean(result.completion_tokens - 1 for result in self.done)
 
 
 @contextmanager
@@ -126,7 +162,9 @@ def running_ring(about: RingUnderTest) -> Iterator[Ring]:
 def step_costs(about: RingUnderTest, tokens: int) -> list[dict[int, float]]:
     """Each stage's milliseconds by rows, with all stages busy: as many groups of that size as there are stages.
 
-    The groups are held to their size by SWARM_SERVE_MAX_BATCH and the source's rules, on a ring of its own.
+    The groups are held to their size by SWARM_SERVE_MAX_BATCH and the source's rules, on a ring of its own. While the
+    first users already decode and the last ones are still being read, groups are smaller; so are they at the end. That
+    is the same in long and in short replies: what a step costs is the difference of the two by their steps.
     """
     costs: list[dict[int, float]] = [{} for _ in range(about.stages)]
     for rows in MEASURED_ROWS:
@@ -138,7 +176,8 @@ def step_costs(about: RingUnderTest, tokens: int) -> list[dict[int, float]]:
         }
         alone = RingUnderTest(about.stages, 0.0, about.dtype, about.threads, {**about.environment, **fixed})
         with running_ring(alone) as ring:
-            crowd = ring.run(users, tokens)
+            short, long = ring.run(users, WARM_UP_TOKENS), ring.run(users, WARM_UP_TOKENS + tokens)
         for stage in range(about.stages):
-            costs[stage][rows] = round(crowd.stage_ms(stage), 2)
+            more_ms = long.stage_ms(stage) - short.stage_ms(stage)
+            costs[stage][rows] = round(more_ms / (long.steps - short.steps), 2)
     return costs
