@@ -11,6 +11,8 @@ import pytest
 
 from swarmnode.wire import deadlines, limits
 from swarmnode.wire.frames import Frame, FrameDecoder, encode_bytes
+from swarmnode.wire.poll_signature import KEY_HEADER, SIGNATURE_HEADER, TIME_HEADER
+from swarmnode.wire.polled import BUNDLE_HEADER, BUNDLES_HEADER
 from swarmnode.wire.table import BODY_LIMITS, DTYPE_BYTES, KINDS
 
 DOC = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -54,6 +56,11 @@ def test_limits_deadlines_bodies_and_dtypes_match() -> None:
     assert stated == {**constants(limits), **constants(deadlines)}
     assert dict(table("body", "bytes at most")) == {rule: str(size) for rule, size in BODY_LIMITS.items()}
     assert dict(table("dtype", "bytes")) == {dtype: str(size) for dtype, size in DTYPE_BYTES.items()}
+
+
+def test_the_headers_of_polled_requests_are_named() -> None:
+    signed = {KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER}
+    assert {name for name, _, _ in table("header", "on", "what")} == {BUNDLE_HEADER, BUNDLES_HEADER, *signed}
 
 
 def test_every_limit_has_a_reason() -> None:
