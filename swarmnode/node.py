@@ -37,7 +37,7 @@ from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import LOCK_NAME, RunningNode
 from swarmnode.roles.swarm_state import SwarmState
-from swarmnode.wire.address import Address, parse_place
+from swarmnode.wire.address import WILDCARDS, Address, parse_place, reachable_here
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
@@ -58,8 +58,6 @@ COORDINATOR = "coordinator"
 PEER = "peer"
 EXIT_FORCED = 1
 STATE_FILE = "swarm.json"
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all of a machine's, and the one of them that reaches it from within."""
 STDIN_READ_BYTES = 4096
 
 _log = logging.getLogger(__name__)
@@ -94,6 +92,11 @@ class NodeOptions:
                 f"--swarm-listen {self.swarm_listen} is every address of this machine; say with --advertise HOST:PORT "
                 "which one the other nodes should dial"
             )
+        for address in self.advertise:
+            if address.host in WILDCARDS or address.port == 0:
+                raise InvalidRequest(
+                    f"--advertise {address} is nothing that others can dial; give HOST:PORT as they see this machine"
+                )
 
 
 async def run_node(options: NodeOptions, emit: Callable[[str, Mapping[str, object]], None]) -> None:
@@ -155,7 +158,7 @@ class _Node:
                 polled = PolledLinks(transport.accept)
                 await nursery.start(polled.run)
                 ready["api"] = await self._start_coordinator(context, enrolment, state, polled, nursery)
-                coordinators = (_reachable_here(address),)
+                coordinators = (reachable_here(address),)
             if PEER in self._options.roles:
                 follow = None
                 if authority is None and self._options.api is not None:
@@ -328,11 +331,6 @@ def _capabilities(options: NodeOptions) -> tuple[str, ...]:
     on_card = options.resources.device.startswith("cuda")
     quantized = {SERVE_QUANTIZED} if importlib.util.find_spec("bitsandbytes") is not None else frozenset()
     return tuple(sorted(RING_CAPABILITIES | quantized | (frozenset() if on_card else CPU_CAPABILITIES)))
-
-
-def _reachable_here(bound: Address) -> Address:
-    """What this process itself dials to reach its own swarm port."""
-    return Address(WILDCARDS.get(bound.host, bound.host), bound.port)
 
 
 def _lock(settings: Settings) -> int:

@@ -1,4 +1,4 @@
-"""Files only this user may read, replaced whole or not at all."""
+"""Files only this user may read: replaced whole or not at all, and read no further than they can be."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PRIVATE_MODE = 0o600
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """A whole file; raises OSError, and ValueError for one that is larger than any of ours."""
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes} bytes")
+    return data
 
 
 def write_private(path: Path, data: bytes) -> None:

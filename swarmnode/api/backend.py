@@ -139,6 +139,12 @@ class Backend(Protocol):
     async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
         """`token` (shown this once) and `expires`, in Unix seconds."""
 
+    def join_tokens(self) -> Sequence[Mapping[str, Any]]:
+        """Those that are still good: `id`, `uses_left`, `expires` in Unix seconds."""
+
+    async def withdraw_join_token(self, token_id: str) -> Mapping[str, Any]:
+        """Make one useless; raises TokenNotFound for an id that is none."""
+
     async def remove_node(self, name: str) -> Mapping[str, Any]:
         """Revoke a node by name or id; raises PeerNotFound that lists the names."""
 

@@ -13,7 +13,7 @@ import trio
 
 from swarmnode.api.backend import Accepted, Done, LoadOptions, ModelCard, Started, TextDelta
 from swarmnode.cluster.performance import Performance
-from swarmnode.errors import Conflict, ModelNotFound, ModelNotLoaded, PeerNotFound
+from swarmnode.errors import Conflict, ModelNotFound, ModelNotLoaded, PeerNotFound, TokenNotFound
 from swarmnode.ids import parse_model_id
 from swarmnode.ring.work import Sampling
 
@@ -175,6 +175,13 @@ class ReplayBackend:
     async def new_join_token(self, ttl_s: float, uses: int) -> Mapping[str, Any]:
         await trio.lowlevel.checkpoint()
         return {"token": "swn1.replay", "expires": ttl_s, "uses": uses}
+
+    def join_tokens(self) -> Sequence[Mapping[str, Any]]:
+        return []
+
+    async def withdraw_join_token(self, token_id: str) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        raise TokenNotFound(f"no join token has the id {token_id!r}; a replay has none")
 
     async def remove_node(self, name: str) -> Mapping[str, Any]:
         await trio.lowlevel.checkpoint()

@@ -31,7 +31,7 @@ class JoinTokenBody(BaseModel):
 
 
 def swarm_router(backend: Backend) -> APIRouter:
-    """`POST /api/v1/join-tokens` and `DELETE /api/v1/nodes/{name}`."""
+    """`/api/v1/join-tokens` and `DELETE /api/v1/nodes/{name}`."""
     router = APIRouter(prefix="/api/v1")
 
     @router.post("/join-tokens", response_model=None)
@@ -41,6 +41,16 @@ def swarm_router(backend: Backend) -> APIRouter:
         asked = parse_shape(JoinTokenBody, parse_json_object(body) if body.strip() else {})
         made = await backend.new_join_token(asked.ttl_s, asked.uses)
         return JSONResponse(dict(made), status_code=201, headers={"cache-control": "no-store"})
+
+    @router.get("/join-tokens", response_model=None)
+    @needs(Scope.ADMIN)
+    async def join_tokens() -> Response:
+        return JSONResponse({"tokens": [dict(token) for token in backend.join_tokens()]})
+
+    @router.delete("/join-tokens/{token_id}", response_model=None)
+    @needs(Scope.ADMIN)
+    async def withdraw_join_token(token_id: str) -> Response:
+        return JSONResponse(dict(await backend.withdraw_join_token(token_id)))
 
     @router.delete("/nodes/{name}", response_model=None)
     @needs(Scope.ADMIN)

@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnode.config import read_settings
-from swarmnode.errors import ContextTooLong, InternalError, InvalidRequest, LinkBroken, SwarmError, from_wire
+from swarmnode.errors import (
+    ContextTooLong,
+    InternalError,
+    InvalidRequest,
+    LinkBroken,
+    SwarmError,
+    Unauthorized,
+    from_wire,
+)
 from swarmnode.ids import parse_model_id
 from swarmnode.local_access import LocalAccess, read_local_access, trust_exactly
+from swarmnode.wire.address import API_LISTEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import httpx
 
-DEFAULT_API = "http://127.0.0.1:7701"
+DEFAULT_API = f"http://{API_LISTEN}"
 API_VARIABLE = "SWARM_API"
 TOKEN_VARIABLE = "SWARM_API_TOKEN"
 CONNECT_S = 5.0
@@ -34,6 +43,8 @@ TokenOption = Annotated[
     str | None,
     typer.Option("--token", envvar=TOKEN_VARIABLE, help="The API token. [none needed for this machine's own API]"),
 ]
+
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="As for `up`; where this machine's secret is.")]
 
 
 class ApiClient:
@@ -154,7 +165,10 @@ def _checked_url(url: str) -> str:
 
 def _error_of(response: httpx.Response) -> SwarmError:
     try:
-        return _from_body(response.json(), response.status_code)
+        error = _from_body(response.json(), response.status_code)
+        if response.status_code == Unauthorized.status:
+            return type(error)(f"{error.message}; give it here with --token or {TOKEN_VARIABLE}")
+        return error
     except ValueError:
         return LinkBroken(f"HTTP {response.status_code} without a JSON body; is this a swarmnode API?")
 

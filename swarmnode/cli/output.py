@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 PLAIN_WIDTH = 200
+DURATION_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -30,6 +32,14 @@ def console(*, stderr: bool = False) -> Console:
 def print_json(value: Mapping[str, Any] | list[Any]) -> None:
     """One line of JSON, flushed: scripts read these as they come."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def parse_duration_s(text: str, option: str) -> int:
+    """Seconds of 90s, 30m, 12h or 7d; raises InvalidRequest that names the option."""
+    found = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip().lower(), flags=re.ASCII)
+    if found is None:
+        raise InvalidRequest(f"{option} {text[:40]!r} is not a number and a unit, like 90s, 30m, 12h or 7d")
+    return int(found[1]) * DURATION_UNITS_S[found[2]]
 
 
 def parse_size(text: str) -> int:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, TokenOption
-from swarmnode.cli.output import JsonFlag, console, print_json
+from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, DataDirOption, TokenOption
+from swarmnode.cli.output import JsonFlag, console, parse_duration_s, print_json
 from swarmnode.errors import InvalidRequest
 
 PATH = "/api/v1/api-tokens"
-UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 CREATE_HELP = """Make an API token and print it, once: only its hash is kept.
 
 From the first token on, every call needs one. Scopes: read (lists and states), operate (chat, load, unload; read too),
@@ -32,8 +30,6 @@ Example:
 
     swarmnode token-revoke 3f9c02aa71de
 """
-
-DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="As for `up`; where this machine's secret is.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +49,7 @@ def token_create(
 ) -> None:
     body: dict[str, Any] = {"label": label, "scopes": scope or ["operate"]}
     if expires is not None:
-        body["expires_in_s"] = parse_duration_s(expires)
+        body["expires_in_s"] = parse_duration_s(expires, "--expires")
     made = ApiClient(api, token=token, data_dir=data_dir).post(PATH, body)
     if json_output:
         print_json(made)
@@ -100,14 +96,6 @@ def token_revoke(
         print_json(gone)
     else:
         console().print(f"{gone['label']} is revoked", markup=False)
-
-
-def parse_duration_s(text: str) -> int:
-    """Seconds of 90s, 30m, 12h or 30d; raises InvalidRequest."""
-    found = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip().lower())
-    if not found:
-        raise InvalidRequest(f"--expires {text!r} is not understood: write 90s, 30m, 12h or 30d")
-    return int(found[1]) * UNIT_S[found[2]]
 
 
 def _when(unix: int) -> str:

@@ -60,7 +60,10 @@ def up(
     join: Annotated[
         str | None,
         typer.Option(
-            "--join", envvar="SWARM_JOIN", help="What `swarmnode join-token` printed; needed on the first start only."
+            "--join",
+            envvar="SWARM_JOIN",
+            help="What `swarmnode join-token` printed; needed on the first start only. In SWARM_JOIN instead, no "
+            "other user of this machine sees it.",
         ),
     ] = None,
     swarm_listen: Annotated[
@@ -178,18 +181,24 @@ def _checked_device(device: str) -> str:
 
 @contextmanager
 def _reporter(*, json_output: bool) -> Iterator[Callable[[str, Mapping[str, object]], None]]:
-    """Lines of JSON, or sentences; on a terminal with a few lines below them that say how things stand."""
+    """Lines of JSON, or sentences, the same trouble once in a row; on a terminal with a few lines below them that say
+    how things stand."""
     if json_output:
         yield lambda event, values: print_json({"event": event, **values})
         return
     from swarmnode.ui.sentences import sentence
 
-    screen = console()
+    screen, lost = console(), ""
     with _view_below(screen) as note:
 
         def report(event: str, values: Mapping[str, object]) -> None:
+            nonlocal lost
             note(event, values)
-            screen.print(sentence(event, values), markup=False, soft_wrap=True)  # which draws the view anew
+            said = sentence(event, values)
+            if event == "coordinator_lost":
+                said, lost = ("" if said == lost else said), said
+            if said:
+                screen.print(said, markup=False, soft_wrap=True)  # which draws the view anew
 
         yield report
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.errors import InvalidRequest, JoinRefused, Overloaded
+from swarmnode.errors import InvalidRequest, JoinRefused, Overloaded, TokenNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,10 +81,10 @@ class JoinBook:
             self._records[record.id] = replace(record, uses_left=record.uses_left - 1, nodes=nodes)
 
     def withdraw(self, token_id: str) -> JoinRecord:
-        """Make a token useless; raises InvalidRequest for an id that is none."""
+        """Make a token useless; raises TokenNotFound for an id that is none."""
         record = self._records.pop(token_id, None)
         if record is None:
-            raise InvalidRequest(f"no join token has the id {token_id[:40]!r}; `swarmnode join-tokens` lists them")
+            raise TokenNotFound(f"no join token has the id {token_id[:40]!r}; `swarmnode join-tokens` lists them")
         return record
 
     def prune(self, now: float) -> None:

@@ -249,6 +249,7 @@ class Coordinator:
                     if frame.kind == "beat":
                         self._take_beat(hello.identity, frame)
                     elif frame.kind == "dial_back":
+                        self._refuse_second_place(hello.identity)
                         # what was polled or relayed comes from a tunnel's end, which may be on this machine
                         source = channel.source if channel.route == DIRECT else ""
                         outbox.post(await self._dial_backs.answer(hello.identity, source))
@@ -300,7 +301,19 @@ class Coordinator:
         there = self.members.get(identity.node)
         if there is None or there.boot == identity.boot or self.state(identity.node) is not NodeState.ALIVE:
             return
-        raise Conflict(
+        if identity.boot != there.refused:  # it comes back, and people here need to hear of it once
+            there.refused = identity.boot
+            self.context.emit("copy_refused", {"node": identity.node, "name": there.identity.name})
+        raise self._copied(there, identity)
+
+    def _refuse_second_place(self, identity: Identity) -> None:
+        """A doctor has a boot of its own, but looks at one machine: where the node that is connected is another's."""
+        there = self.members.get(identity.node)
+        if there is not None and identity.listen[:1] != there.identity.listen[:1]:
+            raise self._copied(there, identity)
+
+    def _copied(self, there: Member, identity: Identity) -> Conflict:
+        return Conflict(
             f"node {identity.node[:8]} is connected already, as {there.identity.name} from another process; was its "
             "data directory copied? Each machine needs its own: start this one with an empty --data-dir and a token"
         )

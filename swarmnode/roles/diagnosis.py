@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.errors import Conflict, LinkBroken, SwarmError
 from swarmnode.ids import BootId
 from swarmnode.roles.dialing_back import reach
 from swarmnode.roles.identity import FOLDER, NodeIdentity
 from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import Address, parse_address
+from swarmnode.wire.address import API_LISTEN, SWARM_LISTEN, Address, parse_address, reachable_here
+from swarmnode.wire.connection import REMOVED
 from swarmnode.wire.deadlines import CONNECT_S, DIAL_BACK_S, TLS_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
@@ -51,7 +52,7 @@ DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 """The smallest useful models take a few GiB."""
 COORDINATOR_S = CONNECT_S + TLS_S + DIAL_BACK_S
 """To a coordinator, and what it then takes to dial back."""
-DEFAULT_PORTS = {"swarm port": "127.0.0.1:7700", "API port": "127.0.0.1:7701"}
+UNREACHED_FIX = "start the coordinator; if it runs, see that its --advertise address is right and its port not blocked"
 SWARM_FIX = "choose another with --swarm-listen HOST:PORT, or end the program that has it"
 API_FIX = "choose another with --api-listen HOST:PORT, or end the program that has it"
 
@@ -111,7 +112,7 @@ def versions() -> Iterator[Finding]:
 
 def torch(installed: str | None, wanted: str) -> Finding:
     """Whether the torch that is there is one this swarmnode was made for; `wanted` as in ">=2.11,<2.14"."""
-    fix = "install swarmnode[peer] (pip install 'swarmnode[peer]')"
+    fix = "run pip install '.[peer]' in swarmnode's folder"
     if installed is None:
         return Finding("torch", "warn", "is not installed, so this machine can coordinate but hold no stages", fix)
     if not within(installed, wanted):
@@ -190,15 +191,15 @@ def ports(patient: Patient) -> Iterator[Finding]:
         if node.api is not None:
             yield free_port("API port", re.sub(r"^https?://", "", node.api), "fail", API_FIX)
     else:  # nobody has said yet what this machine is to be: only a coordinator takes these ports by itself
-        yield free_port("swarm port", DEFAULT_PORTS["swarm port"], "warn", SWARM_FIX)
-        yield free_port("API port", DEFAULT_PORTS["API port"], "warn", API_FIX)
+        yield free_port("swarm port", SWARM_LISTEN, "warn", SWARM_FIX)
+        yield free_port("API port", API_LISTEN, "warn", API_FIX)
 
 
 def _open_port(what: str, text: str) -> Finding:
     address = parse_address(text)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
+    here = reachable_here(address)
     try:
-        with socket.create_connection((host, address.port), timeout=CONNECT_S):
+        with socket.create_connection((here.host, here.port), timeout=CONNECT_S):
             return Finding(what, "pass", f"{address} is open")
     except OSError as error:
         fix = "restart the node; if that does not help, a firewall of this machine keeps its own programs out"
@@ -289,11 +290,20 @@ async def _ask(
         with trio.fail_after(COORDINATOR_S):
             return await _dialed_back(patient, roads, about)
     except trio.TooSlowError:
-        reason = f"no answer within {COORDINATOR_S:g} s"
+        pass
     except SwarmError as error:
-        reason = error.message
-    fix = "start the coordinator; if it runs, see that its --advertise address is right and its port not blocked"
-    return [Finding("coordinator", "fail", reason, fix)]
+        return [Finding("coordinator", "fail", error.message, _mend(error))]
+    return [Finding("coordinator", "fail", f"no answer within {COORDINATOR_S:g} s", UNREACHED_FIX)]
+
+
+def _mend(error: SwarmError) -> str:
+    """What helps against what a coordinator, or nobody, answered."""
+    again = "run `swarmnode join-token` on the coordinator and start this machine with --join TOKEN and an empty"
+    if isinstance(error, Conflict):
+        return f"{again} --data-dir: each machine needs an identity of its own"
+    if REMOVED in error.message:
+        return f"{again} --data-dir, if it is to be in the swarm again; its old identity is out for good"
+    return UNREACHED_FIX
 
 
 async def _own_address(tls: SwarmTls, advertised: str, identity: NodeIdentity) -> Finding:
@@ -323,15 +333,21 @@ async def _dialed_back(patient: Patient, roads: Roads, about: Identity) -> list[
             raise LinkBroken("the coordinator hung up; does it run an older version?")
         speaks = "" if channel.welcome is None else f", protocol {channel.welcome.protocol}"
     header = frame.header
+    steady = "" if _chosen_port(patient) else "start the node with --swarm-listen HOST:PORT, its port is random now; "
     fix = (
-        f"let {about.listen[0]} through this machine's firewall, forward the port on its router, or give --advertise "
-        "HOST:PORT as the coordinator sees this machine"
+        f"{steady}let {about.listen[0]} through this machine's firewall, forward the port on its router, or give "
+        "--advertise HOST:PORT as the coordinator sees this machine"
     )
     return [
         Finding("coordinator", "pass", f"{how}{speaks}"),
         _reachability(patient, header["message"], fix, reached=header["ok"]),
         clock_finding(sent_s, patient.clock(), header["time_s"]),
     ]
+
+
+def _chosen_port(patient: Patient) -> int:
+    """The swarm port that the node was told to take; 0: any."""
+    return 0 if patient.node is None else parse_address(patient.node.wanted).port
 
 
 def _reachability(patient: Patient, text: str, fix: str, *, reached: bool) -> Finding:

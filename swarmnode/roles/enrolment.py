@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cryptography import x509
 
-    from swarmnode.cluster.join_book import JoinBook
+    from swarmnode.cluster.join_book import JoinBook, JoinRecord
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
     from swarmnode.ids import NodeId
     from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
@@ -82,6 +82,15 @@ class Enrolment:
         now = self._clock()
         record = await self._state.change(lambda joins, _: joins.add(token_id, secret, ttl_s=ttl_s, uses=uses, now=now))
         return line, record.expires_s
+
+    @property
+    def open_tokens(self) -> Sequence[JoinRecord]:
+        """The join tokens that let somebody in."""
+        return [record for record in self._state.joins.records() if record.open(self._clock())]
+
+    async def withdraw(self, token_id: str) -> JoinRecord:
+        """Make a join token useless; raises TokenNotFound for an id that is none."""
+        return await self._state.change(lambda joins, _: joins.withdraw(token_id))
 
     async def serve(self, hello: Hello, channel: Channel) -> None:
         """One `join` channel: the CA for everybody, a certificate for who knows a secret."""

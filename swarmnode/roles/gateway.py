@@ -219,6 +219,15 @@ class Gateway:
         token, expires_s = await self._coordinator.enrolment.new_token(ttl_s, uses)
         return {"token": token, "expires": expires_s, "uses": uses}
 
+    def join_tokens(self) -> Sequence[Mapping[str, Any]]:
+        return [
+            {"id": token.id, "uses_left": token.uses_left, "expires": token.expires_s}
+            for token in self._coordinator.enrolment.open_tokens
+        ]
+
+    async def withdraw_join_token(self, token_id: str) -> Mapping[str, Any]:
+        return {"id": (await self._coordinator.enrolment.withdraw(token_id)).id}
+
     async def remove_node(self, name: str) -> Mapping[str, Any]:
         return self._known(await self._coordinator.remove(name))
 

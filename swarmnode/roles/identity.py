@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cryptography import x509
 
 from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
-from swarmnode.private_files import write_private
+from swarmnode.private_files import read_bounded, write_private
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Place, parse_place
 from swarmnode.wire.tls import CredentialFiles
@@ -148,11 +148,7 @@ class SwarmAuthority:
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     """What `parse` makes of a file; None where there is no file."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-        return parse(data)
+        return parse(read_bounded(path, MAX_FILE_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

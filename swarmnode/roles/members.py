@@ -28,6 +28,8 @@ class Member:
     """How its connections reach the coordinator."""
     outbox: Outbox = field(default_factory=Outbox)
     beat: Beat | None = None
+    refused: BootId | None = None
+    """The last process that came under the same identity and was sent away."""
 
     @property
     def node(self) -> NodeId:

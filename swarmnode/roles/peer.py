@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.cluster.membership import BEAT_INTERVAL_S
-from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.errors import Conflict, LinkBroken, ProtocolError, SwarmError
 from swarmnode.roles.file_server import serve_shares
 from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.load_spec import LoadSpec
@@ -35,7 +35,9 @@ RING_COMMANDS = frozenset({"open", "unload", "link", "probe_ring"})
 """Frames of the coordinator that are about a ring held here (their table row makes `ring` a must)."""
 RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Waits between attempts to reach the coordinator; the last one repeats."""
-
+REFUSED_S = 15.0
+"""The wait where the coordinator refuses this node's name, or knows its identity from another machine: people mend
+that, but one that lost power there is only missed after some seconds."""
 STEADY_S = 5.0
 """A connection that ends sooner was no success: a coordinator refuses a node's name or identity once both are up."""
 
@@ -84,8 +86,9 @@ class Peer:
             except SwarmError as error:
                 self._context.emit("coordinator_lost", {"reason": error.message})
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
+                refused = isinstance(error.__cause__ or error, Conflict)
             attempt = 0 if lasted else attempt + 1
-            await trio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+            await trio.sleep(REFUSED_S if refused else RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
 
     async def serve_lane(self, hello: Hello, channel: Channel) -> None:
         """An incoming lane of a ring; refused when the ring is not held here."""

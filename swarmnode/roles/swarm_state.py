@@ -10,7 +10,7 @@ import trio
 from swarmnode.cluster.join_book import JoinBook
 from swarmnode.cluster.node_book import NodeBook
 from swarmnode.errors import InvalidRequest
-from swarmnode.private_files import write_private
+from swarmnode.private_files import read_bounded, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,11 +59,7 @@ class SwarmState:
 
 def _read(path: Path) -> tuple[int, JoinBook, NodeBook, tuple[Mapping[str, Any], ...]]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-        document = json.loads(data)
+        document = json.loads(read_bounded(path, MAX_FILE_BYTES))
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']!r:.20}, this program reads {FORMAT}")
         joins, nodes = JoinBook.from_json(document["joins"]), NodeBook.from_json(document["nodes"])

@@ -11,7 +11,7 @@ import trio
 
 from swarmnode.cluster.token_book import SECRET_BYTES, TokenBook
 from swarmnode.errors import InvalidRequest
-from swarmnode.private_files import write_private
+from swarmnode.private_files import read_bounded, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,11 +77,7 @@ class TokenStore:
 
 def _read(path: Path) -> TokenBook:
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-        content = json.loads(text)
+        content = json.loads(read_bounded(path, MAX_FILE_BYTES))
         if not isinstance(content, dict) or content.get("version") != VERSION:
             raise ValueError(f"it is not a token file of version {VERSION}")
         return TokenBook.read(content.get("tokens"))

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from swarmnode.ui.plain_text import plain
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 def sentence(event: str, values: Mapping[str, object]) -> str:
-    """One event for people; one that this version does not know is shown with all its values."""
+    """One event for people; one that this version does not know is shown with all its values.
+
+    Names and reasons may come from other machines, so nothing in them reaches a terminal but letters.
+    """
+    values = {key: plain(value) if isinstance(value, str) else value for key, value in values.items()}
     match event:
         case "ready":
             return _ready(values)
@@ -23,6 +29,11 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"not connected to the coordinator: {values['reason']}; trying again"
         case "peer_joined":
             return f"{values['name']} joined"
+        case "copy_refused":
+            return (
+                f"another machine came with the identity of {values['name']} and was sent away; was that node's data "
+                "directory copied?"
+            )
         case "peer_left":
             return f"{values['name']} left"
         case "ring_loading":

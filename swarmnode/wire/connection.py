@@ -31,8 +31,9 @@ SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
 NOT_FOR_IT, TOO_MANY = 403, 429
 """Statuses that turn a channel down: by who asks, by how many connections it has."""
+REMOVED = "it was removed from the swarm"
 _REFUSALS = {
-    NOT_FOR_IT: "to this node: it was removed from the swarm (it can join again only with a new --data-dir and a new "
+    NOT_FOR_IT: f"to this node: {REMOVED} (it can join again only with a new --data-dir and a new "
     "token), or its certificate is not for that",
     TOO_MANY: f"to this node: it has {limits.MAX_MEMBER_CONNECTIONS} connections there, or {limits.MAX_CHANNELS} "
     "channels on this one, as many as a node may",

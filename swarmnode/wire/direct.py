@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -316,11 +317,36 @@ async def connect(address: Address) -> trio.SocketStream:
         with trio.fail_after(CONNECT_S):
             stream = await trio.open_tcp_stream(address.host, address.port)
     except trio.TooSlowError:
-        raise LinkBroken(f"{address} did not answer within {CONNECT_S:g} s") from None
+        raise LinkBroken(
+            f"{address} did not answer within {CONNECT_S:g} s: it is switched off, or a firewall drops what comes; "
+            "let the port through there"
+        ) from None
     except OSError as error:
-        raise LinkBroken(f"cannot connect to {address}: {error}") from error
+        raise LinkBroken(f"cannot connect to {address}: {_why(error)}") from error
     _tune(stream)
     return stream
+
+
+def _why(error: OSError) -> str:
+    """The causes behind "all attempts failed", and what to do about them."""
+    causes = (
+        error.__cause__.exceptions if isinstance(error.__cause__, BaseExceptionGroup) else [error.__cause__ or error]
+    )
+    found = dict.fromkeys(_cause(cause) for cause in causes)
+    return "; ".join(found)
+
+
+def _cause(error: BaseException) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, socket.gaierror):
+        return "no machine of that name is known here; write its address instead"
+    if number == errno.ECONNREFUSED:
+        return "connection refused: nothing listens there; start the node, or correct the address or its port"
+    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return "no route to it: correct the address, or join this machine to its network"
+    if number == errno.ETIMEDOUT:
+        return "no answer: it is switched off, or a firewall drops what comes; let the port through there"
+    return str(error)
 
 
 def _tune(stream: trio.SocketStream) -> None:

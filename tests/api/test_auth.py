@@ -37,6 +37,8 @@ NEEDS = {
     ("POST", "/api/v1/api-tokens"): "admin",
     ("DELETE", "/api/v1/api-tokens/{token_id}"): "admin",
     ("POST", "/api/v1/join-tokens"): "admin",
+    ("GET", "/api/v1/join-tokens"): "admin",
+    ("DELETE", "/api/v1/join-tokens/{token_id}"): "admin",
     ("DELETE", "/api/v1/nodes/{name}"): "admin",
 }
 BODIES: dict[str, Any] = {

@@ -20,7 +20,7 @@ from swarmnode.cluster.join_book import (
     AttemptBudget,
     JoinBook,
 )
-from swarmnode.errors import InvalidRequest, JoinRefused, Overloaded
+from swarmnode.errors import InvalidRequest, JoinRefused, Overloaded, TokenNotFound
 
 ID, SECRET = b"12345678", b"s" * 32
 
@@ -70,7 +70,7 @@ def test_a_withdrawn_token_is_good_for_nobody() -> None:
     for node in ("node", "new"):
         with pytest.raises(JoinRefused):
             made.redeem(ID, SECRET, node, 1001)
-    with pytest.raises(InvalidRequest, match="no join token"):
+    with pytest.raises(TokenNotFound, match="no join token"):
         made.withdraw(ID.hex())
 
 

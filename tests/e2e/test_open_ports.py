@@ -17,7 +17,7 @@ import pytest
 from local_swarms import Swarm, descendants
 
 from swarmnode.cli.local_swarm import LocalSwarm
-from swarmnode.cli.up import API_LISTEN, COORDINATOR_SWARM
+from swarmnode.wire.address import API_LISTEN, SWARM_LISTEN
 from swarmnode.wire.link import CHANNEL_KINDS
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_nothing_listens_but_what_was_asked_for(swarm: Swarm) -> None:
         assert listening(node.process.pid) == {ports[name]}
         assert descendants(node.process.pid), "the stage's worker was looked at, too"
     assert {host for host, _ in ports.values()} == {"127.0.0.1"}
-    assert bound(API_LISTEN)[0] == bound(COORDINATOR_SWARM)[0] == "127.0.0.1"
+    assert bound(API_LISTEN)[0] == bound(SWARM_LISTEN)[0] == "127.0.0.1"
     assert udp_sockets(swarm.local.coordinator.process.pid) == 0
 
 

@@ -81,7 +81,11 @@ class House:
         tls = SwarmTls(kept.files, enrolment=True)
         self.transport = DirectTransport(tls)
         self.identity = Identity(kept.node, BootId("b"), "house", roles)
-        context = node_context(self.identity, self.transport, read_settings(folder, environ={}))
+        self.events: list[str] = []
+        context = replace(
+            node_context(self.identity, self.transport, read_settings(folder, environ={})),
+            emit=lambda event, _: self.events.append(event),
+        )
         self.state = SwarmState(folder / "swarm.json")
         keeper = NodeRecord(kept.node, "house", math.inf)
         enrolment = Enrolment(self.authority, self.state, tls, ("127.0.0.1:1",), keeper=keeper)
@@ -156,6 +160,31 @@ async def test_a_copy_of_an_identity_is_told_on_either_channel(house: House, kin
         assert isinstance(copied, Conflict)
         assert "data directory copied" in copied.message
         assert house.connected() == {"attic"}
+        again = await refusal(house, attic, replace(attic.identity, boot=BootId("another process")), kind)
+        assert again.message == copied.message
+    told = [event for event in house.events if event == "copy_refused"]
+    assert told == ["copy_refused"], "people hear of it once"
+
+
+async def test_a_doctor_on_a_copy_is_told_and_one_on_the_node_itself_is_not(house: House) -> None:
+    attic = await house.machine("attic")
+    at_home = replace(attic.identity, listen=("192.0.2.1:7700",))
+    async with attic.transport.dial(house.address, "requests", at_home):
+        with trio.fail_after(END_S):
+            while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+        doctor = replace(at_home, boot=BootId("doctor's"), name="doctor")
+        for listen, copied in ((("192.0.2.2:7700",), True), (at_home.listen, False)):
+            examined = replace(doctor, listen=listen)
+            with trio.fail_after(END_S):
+                async with attic.transport.dial(house.address, "control", examined) as control:
+                    await control.send(Frame("dial_back", {}))
+                    assert (await control.receive()).kind == "revoked"
+                    if copied:
+                        with pytest.raises(Conflict, match="data directory copied"):
+                            await control.receive()
+                    else:
+                        assert (await control.receive()).kind == "dialed_back"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from contextlib import asynccontextmanager, suppress
@@ -381,3 +382,32 @@ def test_addresses(text: str, host: str, port: int) -> None:
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(InvalidRequest):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("causes", "says"),
+    [
+        ([OSError(errno.ECONNREFUSED, "refused")], ["nothing listens there"]),
+        ([OSError(errno.EHOSTUNREACH, "x"), OSError(errno.ENETUNREACH, "y")], ["no route to it"]),
+        ([OSError(errno.ECONNREFUSED, "x"), OSError(errno.ETIMEDOUT, "y")], ["nothing listens there", "a firewall"]),
+        ([socket.gaierror(-2, "unknown")], ["no machine of that name"]),
+    ],
+)
+async def test_a_failed_connection_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, causes: list[OSError], says: list[str]
+) -> None:
+    async def fail(host: str, port: int) -> trio.SocketStream:
+        if len(causes) == 1:
+            raise causes[0]
+        raise OSError("all attempts to connect failed") from ExceptionGroup("multiple", causes)
+
+    monkeypatch.setattr(trio, "open_tcp_stream", fail)
+    with pytest.raises(LinkBroken) as raised:
+        await direct.connect(Address("den", 7700))
+    assert all(part in raised.value.message for part in says)
+    assert "all attempts" not in raised.value.message
+
+
+async def test_a_closed_port_is_said_to_be_one() -> None:
+    with pytest.raises(LinkBroken, match="connection refused: nothing listens there"):
+        await direct.connect(Address("127.0.0.1", 1))
