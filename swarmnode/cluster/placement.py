@@ -139,7 +139,7 @@ def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResourc
             f"{stages} stages need {stages} free peers, {len(idle)} are connected: "
             f"{', '.join(p.name for p in idle) or 'none'}"
             + (f"; busy: {', '.join(busy)}" if busy else "")
-            + ". Start more peers (the coordinator may be one, too: `up --role coordinator --role peer`), unload a model"
+            + ". Start more peers (the coordinator may be one: `up --role coordinator --role peer`), unload a model"
             + (f", or ask for fewer stages: `--stages {len(idle)}`" if idle else "")
         )
     return idle[:stages]

@@ -47,12 +47,6 @@ class TlsStream(trio.abc.Stream):
         """By the other end's bytes, or by a send that did not finish."""
         self._closed = False
 
-    def version(self) -> str | None:
-        return self._tls.version()
-
-    def cipher(self) -> tuple[str, str, int] | None:
-        return self._tls.cipher()
-
     def selected_alpn_protocol(self) -> str | None:
         return self._tls.selected_alpn_protocol()
 

@@ -106,6 +106,8 @@ def test_too_few_idle_peers_are_named_with_who_is_busy() -> None:
     peers = [ATTIC, peer("cellar", busy_with="smollm2"), peer("desk", busy_with="qwen3")]
     text = refusal(ask=replace(ASK, num_stages=2), peers=peers)
     assert text.startswith("2 stages need 2 free peers, 1 are connected: attic; busy: ")
+    assert text.endswith("or ask for fewer stages: `--stages 1`")
+    assert "--role coordinator --role peer" in text
     assert "cellar (serves smollm2), desk (serves qwen3)" in text
     assert "0 are connected: none. Start more peers" in refusal(peers=[])
 

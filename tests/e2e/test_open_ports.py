@@ -221,3 +221,46 @@ def requested(where: Socket, path: str) -> str:
                 if isinstance(event, h2.events.ResponseReceived):
                     return str(dict(event.headers)[":status"])
     return "nothing"
+
+
+OPEN_MODE = {
+    ("GET", "/"),
+    ("GET", "/health"),
+    ("GET", "/openapi.json"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/x"),
+    ("GET", "/api/v1/models"),
+    ("GET", "/api/v1/nodes"),
+    ("GET", "/api/v1/models/x/status"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/api/v1/models/x/load"),
+    ("POST", "/api/v1/models/x/unload"),
+}
+"""The documented exception: on loopback, as long as there are no tokens, lists, chats, loads and unloads."""
+NEVER_OPEN = {
+    ("GET", "/api/v1/api-tokens"),
+    ("POST", "/api/v1/api-tokens"),
+    ("DELETE", "/api/v1/api-tokens/x"),
+    ("GET", "/api/v1/join-tokens"),
+    ("POST", "/api/v1/join-tokens"),
+    ("DELETE", "/api/v1/join-tokens/x"),
+    ("DELETE", "/api/v1/nodes/x"),
+}
+
+
+def test_a_default_coordinator_answers_on_loopback_what_open_mode_means_and_no_more(tmp_path: Path) -> None:
+    """As `up` starts it when nobody asked for tokens."""
+    with LocalSwarm(tmp_path, tmp_path / "models") as local:
+        local.start_coordinator()
+        assert local.coordinator is not None
+        assert {host for host, _ in listening(local.coordinator.process.pid)} == {"127.0.0.1"}
+        with httpx.Client(base_url=local.api, timeout=ANSWER_S, trust_env=False) as client:
+            answered = {
+                (method, path)
+                for method, path in OPEN_MODE | NEVER_OPEN
+                if client.request(method, path, **({"json": {}} if method == "POST" else {})).status_code != 401
+            }
+            assert answered == OPEN_MODE
+            for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+                assert client.get("/v1/models", headers=headers).status_code == 403

@@ -17,7 +17,16 @@ import trio.testing
 from swarmnode.cluster.join_book import BURST_ATTEMPTS, REFUSED
 from swarmnode.cluster.join_token import JoinToken, parse_join_token
 from swarmnode.cluster.node_book import NodeRecord
-from swarmnode.errors import Conflict, InvalidRequest, JoinRefused, LinkBroken, Overloaded, ProtocolError, SwarmError
+from swarmnode.errors import (
+    Conflict,
+    InvalidRequest,
+    JoinRefused,
+    LinkBroken,
+    Overloaded,
+    ProtocolError,
+    SwarmError,
+    TokenNotFound,
+)
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, Enrolment, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
@@ -148,6 +157,19 @@ async def test_replay_wrong_secrets_and_expiry_are_refused_in_the_same_words(
     assert [type(error) for error in (wrong, unknown, replayed, expired)] == [JoinRefused] * 4
     assert {error.message for error in (wrong, unknown, replayed, expired)} == {REFUSED}
     assert [record.name for record in house.enrolment.nodes] == ["attic"]
+
+
+async def test_open_tokens_are_listed_without_their_secrets_and_can_be_withdrawn(house: House) -> None:
+    token, used = await house.token(), await house.token()
+    await house.ask(used, house.machine("attic"), "attic")
+    (listed,) = house.enrolment.open_tokens
+    assert (listed.id, listed.uses_left) == (token.id.hex(), 1)
+    assert token.secret.hex() not in str(listed)
+    await house.enrolment.withdraw(listed.id)
+    assert list(house.enrolment.open_tokens) == []
+    assert isinstance(await house.refusal(token, "den"), JoinRefused)
+    with pytest.raises(TokenNotFound, match="join-tokens"):
+        await house.enrolment.withdraw(listed.id)
 
 
 async def test_guesses_of_one_source_are_bounded(house: House) -> None:

@@ -96,7 +96,7 @@ async def test_two_nodes_of_a_swarm_link_up_over_tls_1_3(swarm: Swarm) -> None:
 
     async def note(stream: trio.SSLStream[trio.abc.Stream]) -> bytes | None:
         der = await shake(stream)
-        seen.append((str(stream.version()), stream.selected_alpn_protocol(), str(stream.cipher()[0])))
+        seen.append((str(stream._tls.version()), stream.selected_alpn_protocol(), str(stream._tls.cipher()[0])))
         return der
 
     with pytest.MonkeyPatch.context() as patch:

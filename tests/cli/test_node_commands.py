@@ -1,0 +1,52 @@
+"""Commands about members and join tokens: what they say where nobody could follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnode.cli.nodes import stays_here
+from swarmnode.cli.output import parse_duration_s
+from swarmnode.errors import InvalidRequest
+from swarmnode.node import NodeOptions
+from swarmnode.roles.context import PeerResources
+from swarmnode.wire.address import parse_address
+
+
+@pytest.mark.parametrize(
+    ("addresses", "stays"),
+    [
+        (["127.0.0.1:7700"], True),
+        (["127.0.0.1:7700", "[::1]:7700", "localhost:1"], True),
+        (["127.0.0.1:7700", "192.168.1.7:7700"], False),
+        (["127.0.0.1:7700", "https://swarm.example"], False),
+        (["den:7700"], False),
+    ],
+)
+def test_a_token_that_no_other_machine_can_use_is_noticed(addresses: list[str], stays: bool) -> None:
+    assert stays_here(addresses) is stays
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), (" 1H ", 3600), ("7d", 604_800)])
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration_s(text, "--ttl") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1", "h", "1.5h", "-1h", "1w", "1h1m", "\u0661h"])
+def test_what_is_no_duration_is_named_with_its_option(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="--expires"):
+        parse_duration_s(text, "--expires")
+
+
+@pytest.mark.parametrize("advertised", ["0.0.0.0:7700", "[::]:7700", "192.168.1.7:0"])
+def test_what_nobody_can_dial_is_not_advertised(advertised: str) -> None:
+    with pytest.raises(InvalidRequest, match="nothing that others can dial"):
+        NodeOptions(
+            roles=("coordinator",),
+            swarm_listen=parse_address("0.0.0.0:7700"),
+            api=None,
+            join=None,
+            data_dir=None,
+            name=None,
+            resources=PeerResources(0, "cpu", 1),
+            advertise=(parse_address(advertised),),
+        )
