@@ -168,6 +168,17 @@ def test_q3_the_lean_ways_use_no_module_of_peft(plain: Tuned, monkeypatch: pytes
     assert "peft" in kinds["peft"] - kinds["lean"]
 
 
+@pytest.mark.parametrize(("mode", "dtype"), [("lean", torch.float32), ("lean16", torch.bfloat16)])
+def test_q3_lean_keeps_its_matrices_in_float32_and_lean16_in_the_serving_dtype(
+    mode: str, dtype: torch.dtype, plain: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_SERVE_LORA", mode)
+    model: Any = plain.engines(1, "nf4", "bfloat16").engines[0].model  # type: ignore[attr-defined]
+    kept = [module._low for module in model.outer.modules() if isinstance(module, LoraLinear)]
+    assert len(kept) == 3 * LAYERS
+    assert {low.a.dtype for low in kept} == {low.b.dtype for low in kept} == {dtype}
+
+
 @pytest.mark.parametrize(
     ("mode", "method"), [("lean", "int8"), ("lean16", "int8"), ("peft", "int8"), ("lean", "bnb-int8")]
 )
