@@ -7,6 +7,7 @@ to the trained magnitudes. Beside a quantized weight the product is added to eac
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,10 @@ MODES = ("lean", "lean16", "peft")
 _MERGED = ("none", "int4-fast")
 """int4-fast: Q2's kernels take no adapter beside them, and so they are packed from merged weights everywhere. DoRA is
 merged before eight bits, too: PEFT 0.21 does not run it over those of bitsandbytes 0.50, which lose their scales."""
+_MISSING = (
+    "peft is not installed on this peer, which DoRA over NF4 and SWARM_SERVE_LORA=peft need; install it there, name "
+    "other peers, or load without quantization"
+)
 _MERGED_ELEMENTS = 1 << 20
 """Of a weight, merged at a time: what is held beside the slice is 4 MiB."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -128,6 +133,8 @@ class StageAdapter:
 
     def _inject(self, model: StageModel, names: Sequence[str]) -> None:
         """PEFT's own modules around the stage's projections, their layers counted from the stage's first."""
+        if importlib.util.find_spec("peft") is None:
+            raise LoadRefused(_MISSING)
         from peft import LoraConfig, inject_adapter_in_model
 
         local = {name: model.module_name(name) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,14 @@ def test_q3_four_packed_bits_are_those_of_the_merged_weights(plain: Tuned, tmp_p
     whole = replace(plain, root=tmp_path / "models", manifest=manifest)
     expected, found = logits(whole.engines(1, "int4-fast")), logits(plain.engines(1, "int4-fast"))
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_a_peer_without_peft_says_so(plain: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    monkeypatch.setenv("SWARM_SERVE_LORA", "peft")
+    with pytest.raises(LoadRefused, match="peft is not installed"):
+        plain.engines(1, "nf4")
 
 
 def test_an_unknown_way_is_refused(plain: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
