@@ -3,7 +3,8 @@
 A coordinator and two peers run as processes; the model replays tokens without computing. The client asks short chats
 one after the other. The attacker is a process of its own at the lowest priority, because on the machine that measures
 it shares the cores with what it attacks, which no attacker from outside does. Floods come over TLS from somebody
-without a certificate, who connects again as soon as he is cut off. The aim is a p99 under twice that in peace.
+without a certificate, who connects again as soon as he is cut off, and one from a member, who has one. The aim is a
+p99 under twice that in peace.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 class Attacker:
     """Attacks until its stdin ends; then says how often it connected."""
 
-    def __init__(self, api: str, swarm: str) -> None:
+    def __init__(self, api: str, swarm: str, identity: str) -> None:
+        """`identity`: the folder of a member's key and certificate."""
+        self.identity = Path(identity)
         url = urlsplit(api)
         self.api = (str(url.hostname), int(url.port or 80))
         host, port = swarm.rsplit(":", 1)
@@ -128,14 +131,16 @@ class Attacker:
                 print("attacking", flush=True)
         return socket.create_connection(where, timeout=10)
 
-    def flood(self, frame: Callable[[h2.connection.H2Connection], bytes]) -> None:
-        """Send frames, made once, as fast as they are taken; cut off, connect again."""
+    def flood(self, frame: Callable[[h2.connection.H2Connection], bytes], *, member: bool = False) -> None:
+        """Send frames, made once, as fast as they are taken; cut off, connect again. `member`: with a certificate."""
         client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         client.initiate_connection()
         batches = [client.data_to_send(), *(b"".join(frame(client) for _ in range(BATCH)) for _ in range(BATCHES))]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["swarmnode/1"])
+        if member:
+            context.load_cert_chain(self.identity / "certificate.pem", self.identity / "key.pem")
         while not self.over.is_set():
             with suppress(OSError), self.connect(self.swarm) as raw, context.wrap_socket(raw) as stream:
                 for batch in batches:
@@ -178,10 +183,39 @@ def rapid_reset(client: h2.connection.H2Connection) -> bytes:
     return client.data_to_send()
 
 
+def _open_join(client: h2.connection.H2Connection) -> int:
+    """The stream that a flood is on; the first frame of it opens it."""
+    if client.get_next_available_stream_id() == 1:
+        pseudo = [(":method", "POST"), (":scheme", "https"), (":authority", "x"), (":path", "/channel/join")]
+        client.send_headers(1, pseudo)
+    return 1
+
+
+def empty_data(client: h2.connection.H2Connection) -> bytes:
+    stream = _open_join(client)
+    return client.data_to_send() + hf.DataFrame(stream, b"").serialize()
+
+
+def continuation(client: h2.connection.H2Connection) -> bytes:
+    """Headers that never end."""
+    begin = client.get_next_available_stream_id() == 1
+    head = b""
+    if begin:
+        client.send_headers(1, [(":method", "POST"), (":scheme", "https"), (":authority", "x"), (":path", "/")])
+        client.data_to_send()  # h2 would end them
+        head = hf.HeadersFrame(1, b"").serialize()
+    return head + hf.ContinuationFrame(1, b"").serialize()
+
+
 PING = hf.PingFrame(0).serialize()
+SETTINGS = hf.SettingsFrame(0).serialize()
 ATTACKS: dict[str, Callable[[Attacker], None]] = {
     "reset flood": lambda attacker: attacker.flood(rapid_reset),
     "PING flood": lambda attacker: attacker.flood(lambda _: PING),
+    "SETTINGS flood": lambda attacker: attacker.flood(lambda _: SETTINGS),
+    "empty DATA flood": lambda attacker: attacker.flood(empty_data),
+    "CONTINUATION flood": lambda attacker: attacker.flood(continuation),
+    "a member's PING flood": lambda attacker: attacker.flood(lambda _: PING, member=True),
     "slow readers": Attacker.read_slowly,
     f"{IDLE_CONNECTIONS} idle connections": Attacker.be_idle,
 }
@@ -195,6 +229,7 @@ def attacking(attack: str, local: LocalSwarm) -> Iterator[list[int]]:
     """The attack runs while inside; afterwards the list holds how often the attacker connected."""
     connections: list[int] = []
     command = [sys.executable, "-m", "benchmarks.attack", "--attack", attack, local.api, local.swarm]
+    command.append(str(local.folder / "attic" / "identity"))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -248,11 +283,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--only", choices=list(ATTACKS), action="append", help="this attack; repeat it")
-    parser.add_argument("--attack", nargs=3, metavar=("NAME", "API", "SWARM"), help=argparse.SUPPRESS)
+    parser.add_argument("--attack", nargs=4, metavar=("NAME", "API", "SWARM", "IDENTITY"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.attack:
-        name, api, swarm = given.attack
-        Attacker(api, swarm).run(name)
+        name, *where = given.attack
+        Attacker(*where).run(name)
         return
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder) / "models"
