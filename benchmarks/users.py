@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PROMPTS = ("a lighthouse keeper", "two rivals", "a long winter", "an old clock", "a train", "bees", "a map", "the sea")
-MEASURED_ROWS = (1, 2, 3, 4, 6, 8)
+MEASURED_ROWS = (1, 2, 3, 4, 8)
 """Costs by rows are steps, not lines: what lies between these is taken from a line."""
 WARM_UP_TOKENS = 32
 """Of replies that do not count: the ring learns what its groups cost."""
