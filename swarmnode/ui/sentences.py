@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarmnode.ui.plain_text import plain
+from swarmnode.ui.quantities import size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,11 +45,19 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"{values['model']} was idle for {values['idle_s']:g} s and is being unloaded"
         case "ring_evicted":
             return f"{values['model']} is being unloaded to make room for {values['for']}"
+        case "fetched":
+            return f"{values['model']}: fetched for stage {values['stage']}: {_sources(values['bytes'])}"
         case "ring_over":
             why = f": {values['error']}" if values.get("error") else ""
             return f"{values['model']} is no longer loaded{why}"
         case _:
             return f"{event} " + ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _sources(came: object) -> str:
+    """How much came from whom; the names are other machines' own."""
+    parts = came.items() if isinstance(came, dict) else ()
+    return ", ".join(f"{size(n_bytes)} from {plain(str(source))}" for source, n_bytes in parts)
 
 
 def _ready(values: Mapping[str, object]) -> str:
