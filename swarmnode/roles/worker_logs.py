@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.roles.reports import MAX_TAILS, LogTails, read_report
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
@@ -90,5 +90,9 @@ class LogAsks:
     def take(self, node: NodeId, frame: Frame) -> None:
         """An answer; one that nobody waits for any more, or that was not asked of this node, is dropped."""
         waiting = self._waiting.get((node, frame.header["ask"]))
-        if waiting is not None:
+        if waiting is None:
+            return
+        try:
             waiting.send_nowait(read_report(LogTails, frame))
+        except trio.WouldBlock:
+            raise ProtocolError(f"node {node[:8]} answered twice when it was asked for its workers' logs") from None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from local_swarms import REPLY, Swarm, alive, clean_environment, descendants, swarmnode, wait_until
+from local_swarms import COMMAND_S, REPLY, Swarm, alive, clean_environment, descendants, swarmnode, wait_until
 
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.local_swarm import NodeProcess
@@ -242,6 +245,63 @@ def test_ps_shows_nodes_stages_and_layers(swarm: Swarm) -> None:
     assert ESCAPE not in table
 
 
+@pytest.mark.usefixtures("loaded")
+def test_l2_a_load_takes_an_idle_models_place_never_a_running_ones_and_all_of_it_can_be_watched(swarm: Swarm) -> None:
+    """Three peers hold one model each at most; both models want two."""
+    other, workers = "scripted-two", swarm.worker_pids(MODEL)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "long Schwarmgeheimnis"}], "max_tokens": 300}
+        running = pool.submit(swarm.client.post, "/v1/chat/completions", body)
+        wait_until(lambda: bool(swarm.client.get("/api/v1/nodes")["requests"]), "the request is shown")
+        assert "1 running there" in refusal(swarm, "model-load", other, code=ERROR)
+        assert running.result()["usage"]["completion_tokens"] == 300
+    window = swarm.client.get(f"/api/v1/models/{MODEL}/performance")
+    assert window["generated_tokens"] >= 300
+    assert [stage["device"] for stage in window["stages"]] == ["script"] * 2
+    assert all(stage["compute_ms"] > 0 for stage in window["stages"])
+    assert json_of(swarm, "model-load", other, "--wait")["state"] == "ready"
+    assert not any(alive(pid) for pid in workers.values())
+    table = command(swarm, "top")
+    for part in (f"RING {other} ready", "peer-2", f"{MODEL} is being unloaded to make room for {other}"):
+        assert part in table
+    assert ESCAPE not in table
+    metrics = swarm.http.get("/metrics").text
+    assert f'swarmnode_stages{{model_name="{other}",phase="ready"}} 2.0' in metrics
+    assert f'swarmnode_request_success_total{{finished_reason="length",model_name="{MODEL}"}}' in metrics
+    tails = [swarm.client.get(f"/api/v1/workers/{peer}/logs")["workers"] for peer in workers]
+    assert MODEL in {tail["model"] for peer in tails for tail in peer}, "of the worker that is gone, too"
+    assert "probe came round" in str(tails)
+    assert "Schwarmgeheimnis" not in str(tails)
+    swarm.unload(other)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_top_opens_what_keys_ask_for_and_leaves_the_terminal_as_it_was(swarm: Swarm) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    with subprocess.Popen(
+        [sys.executable, "-m", "swarmnode", "top", "--api", swarm.local.api],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=clean_environment(TERM="xterm-256color", NO_COLOR="1", COLUMNS="80", LINES="24"),
+    ) as process:
+        shown = read_until(ours, "q quit")
+        assert not termios.tcgetattr(theirs)[3] & termios.ICANON
+        os.write(ours, b"r\r")
+        shown += read_until(ours, "LANE")
+        os.write(ours, b"q")
+        assert process.wait(COMMAND_S) == 0
+    assert termios.tcgetattr(theirs) == before
+    os.close(theirs)
+    shown += read_terminal(ours)
+    os.close(ours)
+    assert f"{ESCAPE}[?1049h" in shown
+    assert f"{ESCAPE}[?1049l{ESCAPE}[?25h" in shown, "back on the screen that was there, with its cursor"
+    assert "peer-1" in shown
+    assert f"{ESCAPE}[32m" not in shown
+
+
 def test_ps_without_a_ring_says_what_to_do(swarm: Swarm) -> None:
     assert "model-load" in command(swarm, "ps")
 
@@ -297,6 +357,15 @@ def test_colours_on_a_terminal_unless_no_color(swarm: Swarm, environment: dict[s
     assert process.returncode == 0
     assert "peer-1" in shown
     assert (f"{ESCAPE}[32malive" in shown) == colours
+
+
+def read_until(fd: int, mark: str) -> str:
+    """What a process writes to its terminal, up to a mark."""
+    shown = b""
+    while mark.encode() not in shown:
+        assert select.select([fd], [], [], COMMAND_S)[0], f"{mark} did not come: {shown!r}"
+        shown += os.read(fd, 65536)
+    return shown.decode(errors="replace")
 
 
 def read_terminal(fd: int) -> str:
