@@ -33,7 +33,7 @@ BURST_S = (FIFO_BYTES + READ_BYTES + NOTSENT_LOWAT_BYTES) / UPLINK_BYTES_PER_S
 MACHINE_S = 0.25
 """For a test machine that has other things to do."""
 BEAT_LATE_S = 1.0
-FOR_S = 3.0
+FOR_S = 2.0
 PIECE_BYTES = 1 << 20
 
 
