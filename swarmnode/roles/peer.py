@@ -86,7 +86,7 @@ class Peer:
             except SwarmError as error:
                 self._context.emit("coordinator_lost", {"reason": error.message})
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
-                refused = isinstance(error.__cause__ or error, Conflict)
+                refused = not lasted and isinstance(error.__cause__ or error, Conflict)
             attempt = 0 if lasted else attempt + 1
             await trio.sleep(REFUSED_S if refused else RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
 

@@ -11,11 +11,11 @@ from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
 from swarmnode.config import read_settings
-from swarmnode.errors import Conflict, LinkBroken
+from swarmnode.errors import Conflict, LinkBroken, SwarmError
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.roles.context import PeerResources
 from swarmnode.roles.lane_ends import BETTER_S
-from swarmnode.roles.peer import RECONNECT_S, Peer
+from swarmnode.roles.peer import RECONNECT_S, REFUSED_S, Peer
 from swarmnode.wire.address import Address
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
@@ -38,7 +38,8 @@ class NoMembership:
 class Watched:
     """A peer on virtual time whose coordinator keeps every connection for `keep_s`, and when it came."""
 
-    def __init__(self, folder: Path, keep_s: float) -> None:
+    def __init__(self, folder: Path, keep_s: float, end: type[SwarmError] = Conflict) -> None:
+        self._end = end
         self.joined_s: list[float] = []
         self._folder = folder
         self._keep_s = keep_s
@@ -47,7 +48,7 @@ class Watched:
         if kind == "requests":
             self.joined_s.append(trio.current_time())
             await trio.sleep(self._keep_s)
-            raise Conflict("this name is taken")
+            raise self._end("this name is taken")
         async for _ in channel:
             pass
 
@@ -77,12 +78,14 @@ def identity(name: str) -> Identity:
     return Identity(NodeId(name), BootId(name), name, listen=("127.0.0.1:1",))
 
 
+@pytest.mark.parametrize(("end", "pause_s"), [(LinkBroken, RECONNECT_S[-1]), (Conflict, REFUSED_S)])
 async def test_a_peer_that_is_turned_away_again_and_again_comes_more_seldom(
-    tmp_path: Path, autojump_clock: object
+    tmp_path: Path, autojump_clock: object, end: type[SwarmError], pause_s: float
 ) -> None:
-    watched = Watched(tmp_path, keep_s=0.0)
+    """Most seldom where only people can help: its name is taken, or it is a copy."""
+    watched = Watched(tmp_path, 0.0, end)
     await watched.watch()
-    assert watched.longest_pause_s == pytest.approx(RECONNECT_S[-1])
+    assert watched.longest_pause_s == pytest.approx(pause_s)
 
 
 async def test_a_peer_that_was_kept_for_long_is_back_at_once(tmp_path: Path, autojump_clock: object) -> None:
