@@ -32,6 +32,8 @@ def plan_view(plan: Mapping[str, Any]) -> RenderableType:
     head = Text(str(plan.get("id", "-")), style="bold")
     head.append(f" planned, nothing is loaded  {facts}", style="not bold")
     parts: list[RenderableType] = [head, _stages(plan)]
+    if plan.get("evicts"):
+        parts.append(Text("it would take the place of ").append_text(literal(", ".join(map(str, plan["evicts"])))))
     if plan.get("notice"):
         parts.append(Text(str(plan["notice"]), style="yellow"))
     return Group(*parts)

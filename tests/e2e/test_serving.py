@@ -162,8 +162,9 @@ def test_loads_that_cannot_work_are_refused_before_anything_is_sent(swarm: Swarm
         swarm.load("scripted-two", num_stages=5)
     with pytest.raises(PeerNotFound, match="peer-0"):
         swarm.load("scripted-two", peers=["nobody", "peer-2"])
-    with pytest.raises(LoadRefused, match="serves scripted"):
-        swarm.load("scripted-two", peers=list(swarm.worker_pids(MODEL)))
+    where = {"peers": list(swarm.worker_pids(MODEL)), "plan": True}
+    assert swarm.client.post("/api/v1/models/scripted-two/load", where)["evicts"] == [MODEL], "and it only says so"
+    assert swarm.status(MODEL)["state"] == "ready"
     with pytest.raises(ModelNotFound, match="scripted-two"):
         swarm.load("nothing")
     assert swarm.status("scripted-two")["state"] == "available"

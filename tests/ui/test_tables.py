@@ -255,6 +255,8 @@ def test_l5_a_plan_says_what_every_stage_needs_part_by_part() -> None:
     )
     assert all(text in lines[-2] for text in ("pc-1", "0-14", "900 MiB", "2.0 GiB", "150 MiB", "90.0 MiB"))
     assert lines[-1] == "served with nf4"
+    lines = shown(plan_view(plan | {"evicts": ["old", "older"]}), width=200).splitlines()
+    assert lines[-2] == "it would take the place of old, older"
     assert "900 MiB" in shown(plan_view(plan), width=70)
 
 
