@@ -41,6 +41,7 @@ class Ring:
     gauges: dict[int, dict[str, int]] = field(default_factory=dict)
     ready: dict[int, ReadyStage] = field(default_factory=dict)
     fed: list[object] = field(default_factory=list)
+    ending: bool = False
 
     @property
     def head(self) -> NodeId:
