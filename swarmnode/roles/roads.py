@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from swarmnode.wire.link import CarriedTransport, Identity
 
 
-
 class Roads:
     """`places`: where the coordinator answers; while one is connected, where that one is."""
 
