@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-
-import pytest
+from typing import TYPE_CHECKING
 
 from benchmarks import relay_rate
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_frames_through_the_relay_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
