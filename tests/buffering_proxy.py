@@ -37,7 +37,7 @@ class BufferingProxy:
             await trio.serve_listeners(self._serve, listeners)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        with suppress(trio.BrokenResourceError, httpx.HTTPError):
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError, httpx.HTTPError):
             async with stream:
                 await stream.send_all(await self._answer(stream))
 

@@ -98,7 +98,8 @@ class RingLife:
         self._by_symptom = False
         self._ready: dict[int, StageReady] = {}
         self._linked: set[int] = set()
-        self._held = set(range(len(nodes)))
+        self._held = set() if adopted else set(range(len(nodes)))
+        """Stages that are to be unloaded at the end; of an adopted ring those that said that they are there."""
         self._heard_s = dict.fromkeys(range(len(nodes)), now)
         self._deadline_s = now + ADOPT_S
         self._outgoing: list[RingCommand] = [] if adopted else [SendLoad(i) for i in range(len(nodes))]
@@ -118,6 +119,7 @@ class RingLife:
                 self._heard_s[stage] = now
                 self.progress[stage] = message
             case StageReady(stage=stage):
+                self._held.add(stage)
                 self._heard_s[stage] = now
                 self._ready[stage] = message
                 if len(self._ready) == len(self.nodes):

@@ -74,6 +74,8 @@ class Admission:
         self.leaving = Leaving()
         self.waiting: deque[Session] = deque()
         self.paused: list[Session] = []
+        self.pauses = 0
+        """How often a session had to make room, ever."""
         self._config = config
         self._max_in_flight = min(config.max_in_flight, MAX_IN_FLIGHT)
 
@@ -83,6 +85,7 @@ class Admission:
         return {
             "waiting": len(self.waiting),
             "paused": len(self.paused),
+            "pauses": self.pauses,
             "ending": len(self.leaving),
             "parked": len(self.parking),
             "kv_reserved_tokens": self.budget.used_tokens - parked_tokens,

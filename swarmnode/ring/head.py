@@ -194,6 +194,7 @@ class Head:
         self._plan.forget(session)
         self._caches.pause(session, now, lacking=lacking)
         self.admission.paused.append(session)
+        self.admission.pauses += 1
         self.admission.paused.sort(key=lambda paused: paused.id)
 
     # work

@@ -268,6 +268,16 @@ class Coordinator:
                 ring = self.rings.get(RingId(held.ring))
                 if ring is not None and ring.stage_of(identity.node) == held.stage:
                     ring.take_links(held.stage, held.links)
+            self._note_lost(identity.node, {held.ring for held in member.beat.stages})
+
+    def _note_lost(self, node: NodeId, held: set[str]) -> None:
+        """A node of a ring that is to be taken over is back, without its stage: it was started anew meanwhile."""
+        for ring in list(self.rings.values()):
+            stage = ring.stage_of(node) if ring.adopting and ring.ring not in held else None
+            if stage is not None:
+                name = ring.plan.stages[stage].peer.name
+                text = f"stage {stage} is lost: its peer {name} was started anew while the coordinator was away"
+                ring.feed(StageDown(stage, "stage_lost", text, gone=True))
 
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
         identity = hello.identity

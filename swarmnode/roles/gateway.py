@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.requests import RequestStream
 
 
-HEAD_GAUGES = ("running", "waiting", "paused", "ending", "parked", "kv_reserved_tokens", "kv_parked_tokens")
+HEAD_GAUGES = ("running", "waiting", "paused", "pauses", "ending", "parked", "kv_reserved_tokens", "kv_parked_tokens")
 """Of stage 0, for the whole ring: sessions by what they do, conversations kept for later, and who holds KV."""
 
 

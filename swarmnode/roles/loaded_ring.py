@@ -114,6 +114,11 @@ class LoadedRing:
         return min(self.plan.context_tokens, self.kv_tokens)
 
     @property
+    def adopting(self) -> bool:
+        """Its stages were loaded for a coordinator before this one, and are not all heard of yet."""
+        return self.life.state is RingState.ADOPTING
+
+    @property
     def ending(self) -> bool:
         """Its stages are to be unloaded, or are."""
         return self.life.state in (RingState.ENDING, RingState.OVER)

@@ -432,6 +432,9 @@ def both_roles(folder: Path, models_root: Path) -> Iterator[tuple[NodeProcess, d
     try:
         ready = node.wait_for("ready")
         node.wait_for("joined")
+        client = ApiClient(ready["api"])
+        wait_until(lambda: client.get("/api/v1/nodes")["peers"][0].get("memory_bytes"), "its first beat came")
+        client.close()
         yield node, ready
     finally:
         node.stop()

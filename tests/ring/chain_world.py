@@ -12,6 +12,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ring_world import COUNTS
+
 from sims.world import Link, Request, World
 from swarmnode.ids import SessionId
 from swarmnode.ring.head_messages import HeadEvent, Started
@@ -178,7 +180,7 @@ class ChainWorld(World):
         assert not self.leftovers()
 
     def leftovers(self) -> dict[str, int]:
-        left = {f"head {key}": value for key, value in self.head.snapshot().items() if key != "kv_budget_tokens"}
+        left = {f"head {key}": value for key, value in self.head.snapshot().items() if key not in COUNTS}
         for stage in self.stages:
             left |= {f"stage {stage.index} {key}": value for key, value in stage.snapshot().items()}
         left |= {f"engine {i}": len(chain._caches) for i, chain in enumerate(self.chains)}

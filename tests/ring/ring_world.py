@@ -55,6 +55,10 @@ class WatchedEngine:
         self.took_s += seconds
 
 
+COUNTS = ("kv_budget_tokens", "pauses")
+"""Gauges that are nothing a session holds."""
+
+
 class RingWorld(World):
     """A ring of scripted stages; `scripts` gives single stages their own."""
 
@@ -80,7 +84,7 @@ class RingWorld(World):
 
     def leftovers(self) -> dict[str, int]:
         """Everything that must be zero when no request runs: machines, budgets and the engines' caches."""
-        left = {f"head {key}": value for key, value in self.head.snapshot().items() if key != "kv_budget_tokens"}
+        left = {f"head {key}": value for key, value in self.head.snapshot().items() if key not in COUNTS}
         for stage in self.stages:
             left |= {f"stage {stage.index} {key}": value for key, value in stage.snapshot().items()}
         for index, engine in enumerate(self.engines):
