@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench soak gpu-check clean
 
 demo: $(STAMP)
 	$(BIN)/swarmnode demo $(ARGS)
@@ -32,6 +32,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python -m benchmarks.prompt
 	$(BIN)/python -m benchmarks.mixed
+
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
