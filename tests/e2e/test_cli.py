@@ -433,7 +433,10 @@ def both_roles(folder: Path, models_root: Path) -> Iterator[tuple[NodeProcess, d
         ready = node.wait_for("ready")
         node.wait_for("joined")
         client = ApiClient(ready["api"])
-        wait_until(lambda: client.get("/api/v1/nodes")["peers"][0].get("memory_bytes"), "its first beat came")
+        wait_until(
+            lambda: any(peer.get("memory_bytes") for peer in client.get("/api/v1/nodes")["peers"]),
+            "its first beat came",
+        )
         client.close()
         yield node, ready
     finally:

@@ -46,7 +46,7 @@ def test_eight_and_four_bits_answer_and_take_less(swarm: Swarm) -> None:
         wait_until(lambda: swarm.quiet(MODEL), "all sessions are freed")
         swarm.unload(MODEL)
     assert taken["none"] > taken["int8"] + (60 << 20), taken
-    assert taken["int8"] > taken["int4-fast"] + (20 << 20), taken
+    assert taken["int8"] > taken["int4-fast"] + (5 << 20), taken
 
 
 def test_m5_a_peer_gets_the_other_half_from_the_peer_that_has_it(swarm: Swarm) -> None:
