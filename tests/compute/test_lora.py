@@ -82,7 +82,9 @@ def make_adapter(base: Path, target: Path, **settings: Any) -> Path:
     auto: Any = AutoModelForCausalLM
     make: Any = LoraConfig
     config = make(r=4, lora_alpha=8, task_type="CAUSAL_LM", **settings)
-    model: Any = get_peft_model(auto.from_pretrained(base, dtype=torch.float32), config)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws lora_A from the global generator
+        torch.manual_seed(3)
+        model: Any = get_peft_model(auto.from_pretrained(base, dtype=torch.float32), config)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
