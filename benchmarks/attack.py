@@ -34,6 +34,7 @@ import hyperframe.frame as hf
 from rich.console import Console
 from rich.table import Table
 
+from sims.report import percentile
 from swarmnode.cli.local_swarm import LocalSwarm
 from swarmnode.compute.scripted_servable import write_scripted_servable
 
@@ -87,11 +88,6 @@ def chats(api: str, seconds: float) -> tuple[list[float], int]:
                 failed += 1
             taken.append((time.perf_counter() - began_s) * 1000)
     return taken, failed
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 # -- the attacker's process

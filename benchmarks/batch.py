@@ -12,13 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.decode import SIDES, import_demo, load_side, timed
+from benchmarks.fresh_process import in_fresh_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +53,7 @@ def main() -> None:
             "sides": options.sides.split(","),
             "rounds": options.rounds,
         }
-        runs = [in_fresh_process(case | {"threads": int(threads)}) for threads in options.threads.split(",")]
+        runs = [in_fresh_process("batch", case | {"threads": int(threads)}) for threads in options.threads.split(",")]
     for run in runs:
         show(run)
     if options.json:
@@ -119,14 +118,6 @@ def steppers(engine: Any, rows: list[int], context: int) -> dict[int, Callable[[
         return lambda: engine.run(work)
 
     return {count: stepper(count) for count in rows}
-
-
-def in_fresh_process(case: dict[str, Any]) -> dict[str, Any]:
-    """`measure` in a process of its own, so that no thread pool of another count is left over."""
-    command = [sys.executable, "-m", "benchmarks.batch", "--one", json.dumps(case)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def show(run: dict[str, Any]) -> None:

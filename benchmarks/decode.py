@@ -12,12 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.fresh_process import in_fresh_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def main() -> None:
             "context": options.context,
             "rounds": options.rounds,
         }
-        runs = [in_fresh_process(case | {"threads": int(threads)}) for threads in options.threads.split(",")]
+        runs = [in_fresh_process("decode", case | {"threads": int(threads)}) for threads in options.threads.split(",")]
     for run in runs:
         show(run)
     if options.json:
@@ -197,14 +197,6 @@ def import_demo(root: Path) -> Path:
     from swarmnode.catalog.source_wheel import DEMO_SOURCE
 
     return root / import_model(DEMO_SOURCE, root, stages=1).id
-
-
-def in_fresh_process(case: dict[str, Any]) -> dict[str, Any]:
-    """`measure` in a process of its own, so that no thread pool of another count is left over."""
-    command = [sys.executable, "-m", "benchmarks.decode", "--one", json.dumps(case)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def show(run: dict[str, Any]) -> None:

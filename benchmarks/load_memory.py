@@ -12,13 +12,13 @@ import argparse
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from benchmarks.fresh_process import in_fresh_process
 
 AIM_RATIO = 1.2
 """Memory at the end per byte held, and at the peak per byte held and one block in full precision."""
@@ -50,7 +50,7 @@ def main() -> None:
             for count in options.stages.split(",")
             for begin, end in even_slices(layers, int(count))
         ]
-        loads = [in_fresh_process(case) for case in cases]
+        loads = [in_fresh_process("load_memory", case) for case in cases]
     show(loads)
     if options.json:
         worst = {key: max(abs(load[key]) for load in loads) for key in ("ratio", "peak_ratio", "plan_error")}
@@ -169,14 +169,6 @@ def layer_params(files: tuple[Path, ...], layers: int) -> list[int]:
     if "lm_head.weight" not in tensors:
         sizes[-1] += sizes[-2]
     return sizes
-
-
-def in_fresh_process(case: dict[str, Any]) -> dict[str, Any]:
-    """`measure` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.load_memory", "--one", json.dumps(case)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def rss_anon_bytes() -> int:

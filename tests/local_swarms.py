@@ -68,6 +68,11 @@ class Swarm:
     def unload(self, model: str, *, force: bool = True) -> dict[str, Any]:
         return self.client.post(f"/api/v1/models/{model}/unload", {"force": force})
 
+    def ask(self, model: str, text: str = "hello") -> str | None:
+        """The reply to one chat, by the real client."""
+        reply = self.openai.chat.completions.create(model=model, messages=[{"role": "user", "content": text}])
+        return reply.choices[0].message.content
+
     def status(self, model: str) -> dict[str, Any]:
         return self.client.get(f"/api/v1/models/{model}/status")
 

@@ -88,6 +88,26 @@ def make_tiny(
     return path
 
 
+def write_random(path: Path, model_type: str, num_layers: int, **settings: Any) -> Path:
+    """Weights and config alone, in float32, of any family that transformers knows; `settings` are its config's own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    auto: Any = AutoModelForCausalLM
+    config: Any = AutoConfig.for_model(model_type, **shape, **heads, **tokens, **settings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+            parameter.add_(torch.randn_like(parameter) * spread)
+    model.save_pretrained(path)
+    return path
+
+
 def tiny_copy(source: Path, target: Path) -> Path:
     """A copy of a checkpoint that a test may spoil."""
     shutil.copytree(source, target)

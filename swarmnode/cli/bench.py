@@ -16,6 +16,7 @@ from swarmnode.cli.client import DEFAULT_API, ApiClient, ApiOption, TokenOption
 from swarmnode.cli.crowd import Crowd, summary
 from swarmnode.cli.output import JsonFlag, console, print_json
 from swarmnode.errors import InvalidRequest, ModelNotLoaded, Overloaded
+from swarmnode.ui.quantities import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,14 +154,14 @@ def _row(
     output_tokens: int,
     show: Callable[[str], None],
 ) -> dict[str, Any]:
-    show(f"{_plural(users, 'user')}: warming up")
+    show(f"{plural(users, 'user')}: warming up")
     with _explained(users):
         Crowd(connect, lambda: [prompts.body(min(WARM_UP_TOKENS, output_tokens))], users).run()
     answered = itertools.count(1)
     total = users * rounds
 
     def tell() -> None:
-        show(f"{_plural(users, 'user')}: {next(answered)} of {_plural(total, 'reply', 'replies')}")
+        show(f"{plural(users, 'user')}: {next(answered)} of {plural(total, 'reply', 'replies')}")
 
     crowd = Crowd(connect, lambda: [prompts.body(output_tokens) for _ in range(rounds)], users, tell)
     took_s = crowd.run()
@@ -215,11 +216,11 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     for row in report["rows"]:
         if row["output_tokens"] < report["asked_output_tokens"]:
             yield (
-                f"{_plural(row['users'], 'user')}: the model ended its replies after {row['output_tokens']:,} of "
+                f"{plural(row['users'], 'user')}: the model ended its replies after {row['output_tokens']:,} of "
                 f"{report['asked_output_tokens']:,} tokens"
             )
         if row["cached_tokens"]:
-            yield f"{_plural(row['users'], 'user')}: {row['cached_tokens']:,} tokens of a prompt came from memory"
+            yield f"{plural(row['users'], 'user')}: {row['cached_tokens']:,} tokens of a prompt came from memory"
     yield report["method"]
 
 
@@ -229,11 +230,7 @@ def _method(rounds: int, output_tokens: int, *, repeat: bool) -> str:
     )
     same = "All prompts are the same (--repeat-prompt), so most of each is continued from memory."
     return METHOD.format(
-        requests=_plural(rounds, "request"),
+        requests=plural(rounds, "request"),
         warm_up=min(WARM_UP_TOKENS, output_tokens),
         prompts=same if repeat else distinct,
     )
-
-
-def _plural(number: int, noun: str, nouns: str = "") -> str:
-    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"

@@ -6,13 +6,11 @@ page cache is not mapped, and tensors outside the slice are not read.
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from swarmnode.catalog.manifest import MAX_LAYERS
-from swarmnode.compute.activation import bytes_of
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.freed_memory import return_freed_memory
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
@@ -21,21 +19,15 @@ from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.compute.stored_tensors import find_tensors, parts_of
-from swarmnode.errors import LoadFailed, LoadRefused
+from swarmnode.compute.tensor_reader import TensorReader
+from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from swarmnode.compute.lora import StageAdapter
     from swarmnode.compute.spec import StageSpec
     from swarmnode.compute.stored_tensors import Part, Stored
-
-    Progress = Callable[[str, int, int], None]
-    """Called with "weights", bytes read so far and bytes in all."""
-
-STAGING_BYTES = 4 << 20
-"""Converted or copied to a card in chunks of this size: large enough for the disk, small beside any slice."""
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+    from swarmnode.compute.tensor_reader import Progress
 
 
 def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine:
@@ -48,10 +40,11 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     _check_kernels(spec.quantization, device)
     dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(stored), spec.quantization))
     model = StageModel(spec, config, dtype, device)
-    adapter = find_adapter(spec.folder, stored, spec.quantization)
+    adapter = find_adapter(spec.folder, stored, spec.quantization, device)
     wants_lean = (spec.lean and spec.quantization not in BNB_METHODS) or spec.quantization in PACKED_METHODS
     lean = LeanBuilder(model, model.parameters(), spec.quantization, adapter) if wants_lean else None
-    _fill(model, stored, _TensorReader(model.dtype, model.device, adapter, progress), lean)
+    merge = None if adapter is None else adapter.merge
+    _fill(model, stored, TensorReader(model.dtype, model.device, progress, merge), lean)
     if lean is not None:
         lean.finish()
     elif adapter is not None:
@@ -94,7 +87,7 @@ def _stored_dtype(stored: Mapping[str, Stored]) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-def _fill(model: StageModel, stored: dict[str, Stored], reader: _TensorReader, lean: LeanBuilder | None) -> None:
+def _fill(model: StageModel, stored: dict[str, Stored], reader: TensorReader, lean: LeanBuilder | None) -> None:
     if model.tied and not model.is_first and "lm_head.weight" in stored:
         stored = {**stored, model.embedding_name: stored["lm_head.weight"]}
     shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
@@ -120,68 +113,6 @@ def _reading_order(item: tuple[str, tuple[Part, ...]]) -> tuple[int, str, int]:
     if layer is None:
         layer = -1 if "embed_tokens" in name else MAX_LAYERS
     return (layer, str(parts[0].stored.path), parts[0].stored.entry.begin)
-
-
-class _TensorReader:
-    """Reads tensors into fresh memory of the serving dtype, adds the adapter where it is merged, counts the bytes."""
-
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, adapter: StageAdapter | None, progress: Progress | None
-    ) -> None:
-        self.total = 0
-        self._dtype, self._device, self._adapter = dtype, device, adapter
-        self._progress, self._done, self._reported_s = progress, 0, 0.0
-        self._staging = memoryview(bytearray())
-
-    def read(self, parts: tuple[Part, ...], shape: tuple[int, ...], room: torch.Tensor | None = None) -> torch.Tensor:
-        """One parameter from its parts, into `room` if given; a file that ends early raises LoadFailed."""
-        whole = torch.empty(shape, dtype=self._dtype, device=self._device) if room is None else room
-        for part in parts:
-            self._read_part(part.stored, part.place(whole))
-        return whole
-
-    def _read_part(self, source: Stored, target: torch.Tensor) -> None:
-        stored = _TORCH_DTYPES[source.entry.dtype]
-        try:
-            with source.path.open("rb", buffering=0) as file:
-                file.seek(source.entry.begin)
-                if stored == self._dtype and self._device.type == "cpu":
-                    self._read_into(cast("BinaryIO", file), bytes_of(target), source.name)
-                else:
-                    self._convert(cast("BinaryIO", file), target.view(-1), stored, source.name)
-            if self._adapter is not None:
-                self._adapter.merge(source.name, target)
-        except OSError as error:
-            raise LoadFailed(f"tensor {source.name!r} of {source.path.name} cannot be read: {error}") from error
-
-    def report(self) -> None:
-        if self._progress is not None:
-            self._progress("weights", self._done, self.total)
-
-    def _read_into(self, file: BinaryIO, view: memoryview, name: str) -> None:
-        while view:
-            count = file.readinto(view[:STAGING_BYTES])  # type: ignore[attr-defined]
-            if not count:
-                raise LoadFailed(f"tensor {name!r} ends early; fetch the stage's files again")
-            view = view[count:]
-            self._done += count
-            self._report_sometimes()
-
-    def _convert(self, file: BinaryIO, flat: torch.Tensor, stored: torch.dtype, name: str) -> None:
-        if not self._staging:
-            self._staging = memoryview(bytearray(STAGING_BYTES))
-        step = STAGING_BYTES // stored.itemsize
-        for begin in range(0, flat.numel(), step):
-            part = flat[begin : begin + step]
-            raw = self._staging[: part.numel() * stored.itemsize]
-            self._read_into(file, raw, name)
-            part.copy_(torch.frombuffer(raw, dtype=stored))
-
-    def _report_sometimes(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._reported_s >= 0.1:
-            self._reported_s = now_s
-            self.report()
 
 
 def _prove(engine: TorchEngine) -> None:

@@ -18,6 +18,8 @@ from torch.nn.functional import linear
 
 from swarmnode.catalog.adapter import MAGNITUDE, A, B, read_scales
 from swarmnode.compute.spec import BNB_METHODS
+from swarmnode.compute.stored_tensors import Part
+from swarmnode.compute.tensor_reader import TensorReader
 from swarmnode.errors import LoadFailed, LoadRefused
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ _MISSING = (
 )
 _MERGED_ELEMENTS = 1 << 20
 """Of a weight, merged at a time: what is held beside the slice is 4 MiB."""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -66,19 +67,27 @@ def lora_mode() -> str:
     return mode
 
 
-def find_adapter(folder: Path, stored: Mapping[str, Stored], quantization: str) -> StageAdapter | None:
+def find_adapter(
+    folder: Path, stored: Mapping[str, Stored], quantization: str, device: torch.device
+) -> StageAdapter | None:
     """The servable's adapter; None where it has none."""
     scales = read_scales(folder)
-    return None if scales is None else StageAdapter(scales, stored, quantization, lora_mode())
+    return None if scales is None else StageAdapter(scales, stored, quantization, device, lora_mode())
 
 
 class StageAdapter:
     """What of an adapter the stage's files hold, and how it is applied under this quantization."""
 
     def __init__(
-        self, modules: Mapping[str, AdaptedModule], stored: Mapping[str, Stored], quantization: str, mode: str
+        self,
+        modules: Mapping[str, AdaptedModule],
+        stored: Mapping[str, Stored],
+        quantization: str,
+        device: torch.device,
+        mode: str,
     ) -> None:
         self._modules, self._stored = modules, stored
+        self._reader = TensorReader(torch.float32, device)
         self._dora = any(module.dora for module in modules.values())
         self.merges = quantization in _MERGED or (self._dora and quantization != "nf4")
         self._by_peft = quantization in BNB_METHODS and (mode == "peft" or self._dora)
@@ -89,9 +98,9 @@ class StageAdapter:
         module = name.removesuffix(".weight")
         if not self.merges or module not in self._modules or name == module:
             return
-        a, b = self._read(module, A, weight), self._read(module, B, weight)
+        a, b = self._read(module, A), self._read(module, B)
         scale = self._modules[module].scale
-        magnitude = self._read(module, MAGNITUDE, weight) if self._dora else None
+        magnitude = self._read(module, MAGNITUDE) if self._dora else None
         step = max(1, _MERGED_ELEMENTS // weight.shape[1])
         for begin in range(0, weight.shape[0], step):
             rows = slice(begin, begin + step)
@@ -112,7 +121,7 @@ class StageAdapter:
         for name in ours:
             owner, _, leaf = name.rpartition(".")
             parent = model.block(int(name.split(".")[2])).get_submodule(owner.split(".", 3)[3])
-            setattr(parent, leaf, LoraLinear(getattr(parent, leaf), self._low_rank(name, model.dtype, model.device)))
+            setattr(parent, leaf, LoraLinear(getattr(parent, leaf), self._low_rank(name, model.dtype)))
 
     def beside(self, model: StageModel, layer: int, block: LeanBlock) -> None:
         """Put what was not merged beside a lean block's packed projections."""
@@ -125,7 +134,7 @@ class StageAdapter:
             for name in _FUSED[matrix]:
                 end = begin + own.get_submodule(name).out_features
                 if (full := f"model.layers.{layer}.{name}") in self._modules:
-                    parts.append((begin, end, self._low_rank(full, model.dtype, model.device)))
+                    parts.append((begin, end, self._low_rank(full, model.dtype)))
                 begin = end
             return AdaptedProjection(projection, parts) if parts else projection
 
@@ -145,33 +154,23 @@ class StageAdapter:
         inject_adapter_in_model(config, model.outer)
         for name in names:
             layer: Any = model.outer.get_submodule(local[name])
-            _fill(layer.lora_A["default"], self._read(name, A, layer.lora_A["default"].weight))
-            _fill(layer.lora_B["default"], self._read(name, B, layer.lora_B["default"].weight))
+            _fill(layer.lora_A["default"], self._read(name, A))
+            _fill(layer.lora_B["default"], self._read(name, B))
             if self._dora:
                 magnitude = layer.lora_magnitude_vector["default"]
-                _fill(magnitude, self._read(name, MAGNITUDE, magnitude.weight))
+                _fill(magnitude, self._read(name, MAGNITUDE))
 
-    def _low_rank(self, name: str, dtype: torch.dtype, device: torch.device) -> LowRank:
-        like = torch.empty(0, device=device)
+    def _low_rank(self, name: str, dtype: torch.dtype) -> LowRank:
         kept = dtype if self._half else torch.float32
-        b = self._read(name, B, like) * self._modules[name].scale
-        return LowRank(self._read(name, A, like).to(kept), b.to(kept))
+        b = self._read(name, B) * self._modules[name].scale
+        return LowRank(self._read(name, A).to(kept), b.to(kept))
 
-    def _read(self, module: str, leaf: str, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of the adapter in float32, on the device of `like`."""
+    def _read(self, module: str, leaf: str) -> torch.Tensor:
+        """A tensor of the adapter in float32."""
         stored = self._stored.get(f"{module}.{leaf}")
         if stored is None:
             raise LoadFailed(f"the stage's files lack tensor {module}.{leaf!r} of the adapter")
-        try:
-            with stored.path.open("rb") as file:
-                file.seek(stored.entry.begin)
-                raw = bytearray(file.read(stored.entry.size_bytes))
-        except OSError as error:
-            raise LoadFailed(f"tensor {stored.name!r} of {stored.path.name} cannot be read: {error}") from error
-        if len(raw) != stored.entry.size_bytes:
-            raise LoadFailed(f"tensor {stored.name!r} ends early; fetch the stage's files again")
-        tensor = torch.frombuffer(raw, dtype=_DTYPES[stored.entry.dtype]).view(stored.entry.shape)
-        return tensor.to(device=like.device, dtype=torch.float32)
+        return self._reader.read((Part(stored),), stored.entry.shape)
 
 
 class LoraLinear(nn.Module):

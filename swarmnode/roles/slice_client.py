@@ -116,14 +116,16 @@ class _SliceFetch:
         self._came: dict[str, int] = {}
 
     async def run(self, store: ShardStore) -> None:
-        if not any(file.missing([0]) for file in self._files) and not any(self._missing()):
+        headers = {index: [0] for index, file in enumerate(self._files) if file.missing([0])}
+        missing = None if headers else self._missing()
+        if missing is not None and not any(missing.values()):
             return
         options = LinkOptions(traffic=self._context.traffic)
         async with self._context.roads.to_coordinator("files", options) as dialed:
-            headers = {index: [0] for index, file in enumerate(self._files) if file.missing([0])}
-            self._expect(store, headers)
-            await self._fetch(dialed.up, headers, ())
-            missing = dict(enumerate(self._missing()))
+            if missing is None:
+                self._expect(store, headers)
+                await self._fetch(dialed.up, headers, ())
+                missing = self._missing()
             self._expect(store, missing)
             await self._fetch(dialed.up, missing, self._sources)
         self._context.emit("fetched", {"model": self._spec.model, "stage": self._spec.stage, "bytes": self._came})
@@ -133,15 +135,15 @@ class _SliceFetch:
         store.check_space(needed)
         self._progress.expect(needed)
 
-    def _missing(self) -> list[list[int]]:
+    def _missing(self) -> dict[int, list[int]]:
         """By shard, the chunks that the stage reads and that are not here; the headers are."""
         spec = self._spec
         headers = [header_of(file.read(0), file.entry) for file in self._files]
         tensors = slice_tensors(headers, spec.first_layer, spec.end_layer, spec.num_layers)
-        found = []
-        for file, chosen in zip(self._files, tensors, strict=True):
+        found = {}
+        for shard, (file, chosen) in enumerate(zip(self._files, tensors, strict=True)):
             spans = [file.chunks.covering(entry.begin, entry.end) for entry in chosen.values()]
-            found.append(file.missing(sorted({index for span in spans for index in span})))
+            found[shard] = file.missing(sorted({index for span in spans for index in span}))
         return found
 
     async def _fetch(

@@ -40,9 +40,11 @@ class SwarmState:
             return result
 
     async def keep_rings(self, rings: Sequence[Mapping[str, Any]]) -> None:
-        """The records of all rings that a coordinator should find again after a restart."""
+        """The records of all rings that a coordinator should find again after a restart; what is kept already is not
+        written again."""
         async with self._changing:
-            await self._keep(self.joins, self.nodes, tuple(rings))
+            if list(rings) != list(self.rings):
+                await self._keep(self.joins, self.nodes, tuple(rings))
 
     async def _keep(self, joins: JoinBook, nodes: NodeBook, rings: tuple[Mapping[str, Any], ...]) -> None:
         document = {

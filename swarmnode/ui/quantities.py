@@ -49,8 +49,9 @@ def layers(pair: Sequence[int] | None) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """`1 peer`, `2 peers`; with `nouns` for those that take no s."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def listed(parts: Iterable[str]) -> str:

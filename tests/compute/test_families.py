@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stage_chains import GREEDY, Chain, Reference, even_cuts, generate, prompt_of, stage_specs
-from tiny_models import make_tokenizer
+from tiny_models import make_tokenizer, write_random
 
 from swarmnode.catalog.importing import import_model
 from swarmnode.compute.loader import load_stage
@@ -57,21 +57,11 @@ class Family:
     """A tiny random checkpoint and what transformers says of it."""
 
     def __init__(self, path: Path, model_type: str) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-        tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+        self.path, self.model_type = path, model_type
+        self.checkpoint = write_random(path / "model", model_type, LAYERS, **FAMILIES[model_type])
         auto: Any = AutoModelForCausalLM
-        config: Any = AutoConfig.for_model(model_type, **shape, **heads, **tokens, **FAMILIES[model_type])
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            model = auto.from_config(config, dtype=torch.float32)
-            for parameter in model.parameters():
-                spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
-                parameter.add_(torch.randn_like(parameter) * spread)
-        self.path, self.checkpoint, self.model_type = path, path / "model", model_type
-        model.save_pretrained(self.checkpoint)
         self.whole = auto.from_pretrained(self.checkpoint, attn_implementation="eager")
         self.references: dict[int, Reference] = {s: generate(self.whole, p, NEW_TOKENS) for s, p in PROMPTS.items()}
 

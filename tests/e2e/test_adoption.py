@@ -26,12 +26,6 @@ def swarm(tmp_path: Path, models_root: Path) -> Iterator[Swarm]:
     started.close()
 
 
-def ask(swarm: Swarm) -> str | None:
-    messages = [{"role": "user", "content": "hello"}]
-    reply = swarm.openai.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[call-overload]
-    return str(reply.choices[0].message.content)
-
-
 def kill_coordinator(swarm: Swarm) -> None:
     assert swarm.local.coordinator is not None
     swarm.local.coordinator.kill()
@@ -54,7 +48,7 @@ def test_a_restarted_coordinator_takes_its_rings_over_without_a_load(swarm: Swar
         kill_coordinator(swarm)
         restart(swarm)
         wait_until(lambda: swarm.status(MODEL)["state"] == "ready", "the ring is taken over")
-        assert ask(swarm) == REPLY
+        assert swarm.ask(MODEL) == REPLY
         assert swarm.worker_pids(MODEL) == workers
     with pytest.raises((openai.APIError, httpx.TransportError)):  # the reply that ran was the killed coordinator's
         for _ in stream:
@@ -76,4 +70,4 @@ def test_without_a_coordinator_stages_end_and_their_ring_is_lost_when_it_returns
     wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 2, "both peers joined again")
     swarm.client.post(f"/api/v1/models/{MODEL}/unload", {"force": True})
     swarm.load(MODEL, num_stages=2)
-    assert ask(swarm) == REPLY
+    assert swarm.ask(MODEL) == REPLY

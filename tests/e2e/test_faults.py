@@ -32,11 +32,6 @@ def reading(swarm: Swarm, model: str = MODEL) -> Generator[str, None, None]:
             yield text
 
 
-def ask(swarm: Swarm, model: str = MODEL, text: str = "hello") -> str | None:
-    reply = swarm.openai.chat.completions.create(model=model, messages=[{"role": "user", "content": text}])
-    return reply.choices[0].message.content
-
-
 def lose(swarm: Swarm, texts: Generator[str, None, None], kill: int) -> str:
     """Kill a process in the middle of a reply; the client must hear of it in time, with the stable code.
 
@@ -72,9 +67,9 @@ def test_a_killed_worker(fresh_swarm: Swarm, stage: int) -> None:
     assert f"stage {stage}" in lost["error"]["message"]
     assert [ring["id"] for ring in swarm.client.get("/api/v1/nodes")["lost"]] == [MODEL]
     with pytest.raises(openai.APIStatusError, match="load it again"):
-        ask(swarm)
+        swarm.ask(MODEL)
     swarm.load(MODEL)
-    assert ask(swarm) == REPLY
+    assert swarm.ask(MODEL) == REPLY
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -88,7 +83,7 @@ def test_a_killed_node_leaves_no_orphan(fresh_swarm: Swarm, stage: int) -> None:
     assert swarm.status(MODEL)["state"] == "lost"
     wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 3, "ps does not show the dead peer")
     swarm.load(MODEL)
-    assert ask(swarm) == REPLY
+    assert swarm.ask(MODEL) == REPLY
 
 
 def test_a_worker_killed_during_a_prompt(fresh_swarm: Swarm) -> None:
@@ -98,7 +93,7 @@ def test_a_worker_killed_during_a_prompt(fresh_swarm: Swarm) -> None:
     kill = workers[status["stages"][1]["peer"]]
     threading.Timer(0.3, os.kill, (kill, signal.SIGKILL)).start()
     with pytest.raises(openai.APIError) as raised:
-        ask(swarm, text="x" * 3500)
+        swarm.ask(MODEL, text="x" * 3500)
     assert raised.value.code == "stage_lost"
 
 

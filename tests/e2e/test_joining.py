@@ -76,7 +76,7 @@ def test_two_machines_join_serve_and_one_is_removed(local: LocalSwarm) -> None:
     swarm = Swarm(local)
     status = swarm.load(MODEL)
     assert {stage["peer"] for stage in status["stages"]} == {"attic", "den"}
-    assert ask(swarm) == REPLY
+    assert swarm.ask(MODEL) == REPLY
     texts = reading(swarm)
     assert next(texts)
 
@@ -101,13 +101,8 @@ def test_two_machines_join_serve_and_one_is_removed(local: LocalSwarm) -> None:
     another.wait_for("joined")
     wait_until(lambda: [known["state"] for known in nodes(local)["peers"]] == ["alive"] * 2, "both offered memory")
     swarm.load(MODEL)
-    assert ask(swarm) == REPLY
+    assert swarm.ask(MODEL) == REPLY
     swarm.close()
-
-
-def ask(swarm: Swarm) -> str | None:
-    reply = swarm.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}])
-    return reply.choices[0].message.content
 
 
 def reading(swarm: Swarm) -> Iterator[str]:

@@ -47,12 +47,6 @@ def ring(tmp_path_factory: pytest.TempPathFactory, models_root: Path) -> Iterato
             proxy.close()
 
 
-def ask(swarm: Swarm) -> str | None:
-    messages = [{"role": "user", "content": "hello"}]
-    reply = swarm.openai.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[call-overload]
-    return str(reply.choices[0].message.content)
-
-
 def answered_again(swarm: Swarm) -> None:
     """Meanwhile only errors that ask to come back."""
     refusals: list[openai.APIStatusError] = []
@@ -64,7 +58,7 @@ def answered_again(swarm: Swarm) -> None:
 
 def answers(swarm: Swarm, refusals: list[openai.APIStatusError]) -> bool:
     try:
-        return ask(swarm) == REPLY
+        return swarm.ask(MODEL) == REPLY
     except openai.APIStatusError as refused:
         refusals.append(refused)
         return False

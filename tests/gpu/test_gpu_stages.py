@@ -30,22 +30,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def write(path: Path, model_type: str) -> Path:
     """A tiny random checkpoint in float32."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tiny_models import write_random
 
-    shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-    auto: Any = AutoModelForCausalLM
-    config: Any = AutoConfig.for_model(model_type, **shape, **heads, **tokens, **MODELS[model_type])
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = auto.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
-            parameter.add_(torch.randn_like(parameter) * spread)
-    model.save_pretrained(path)
-    return path
+    return write_random(path, model_type, LAYERS, **MODELS[model_type])
 
 
 def chain(checkpoint: Path, target: Path, stages: int, device: str, **settings: Any) -> Any:

@@ -76,6 +76,16 @@ class Home:
             await channel.send(Frame("relay_call", {"to": callee}))
             yield TunnelStream(channel)
 
+    @asynccontextmanager
+    async def lane(self) -> AsyncIterator[Channel]:
+        """From the attic through the relay to the cellar, each of whom has proved itself to the other."""
+        async with (
+            self.call(self.attic, self.cellar.node) as tunnel,
+            DirectTransport(self.attic.tls()).connect_over(tunnel, self.attic.identity, LANE) as link,
+            link.open("steps") as channel,
+        ):
+            yield channel
+
     async def answer(self, node: Node, serve: object) -> None:
         """As the node that is offered a call: take it, and serve its stream as an accepted connection."""
         call = await self.offered()
@@ -101,11 +111,7 @@ def home(tmp_path: Path) -> Home:
 async def test_frames_cross_the_relay_between_nodes_that_prove_themselves_to_each_other(home: Home) -> None:
     async with home.running() as nursery:
         nursery.start_soon(home.answer, home.cellar, echo)
-        async with (
-            home.call(home.attic, home.cellar.node) as tunnel,
-            DirectTransport(home.attic.tls()).connect_over(tunnel, home.attic.identity, LANE) as link,
-            link.open("steps") as channel,
-        ):
+        async with home.lane() as channel:
             assert channel.certified is not None
             assert channel.certified.node == home.cellar.node
             for body in (b"x", b"y" * 3_000_000):
@@ -116,11 +122,7 @@ async def test_frames_cross_the_relay_between_nodes_that_prove_themselves_to_eac
 async def test_the_relay_counts_frames_and_bytes_of_a_lane(home: Home) -> None:
     async with home.running() as nursery:
         nursery.start_soon(home.answer, home.cellar, echo)
-        async with (
-            home.call(home.attic, home.cellar.node) as tunnel,
-            DirectTransport(home.attic.tls()).connect_over(tunnel, home.attic.identity, LANE) as link,
-            link.open("steps") as channel,
-        ):
+        async with home.lane() as channel:
             for _ in range(20):
                 await channel.send(Frame("data", {"offset": 0}, b"z" * 10_000))
                 await channel.receive()
@@ -142,11 +144,7 @@ async def test_the_relay_cannot_read_what_it_hands_on(home: Home, monkeypatch: p
     monkeypatch.setattr(relay_module, "_hand_on", noting)
     async with home.running() as nursery:
         nursery.start_soon(home.answer, home.cellar, echo)
-        async with (
-            home.call(home.attic, home.cellar.node) as tunnel,
-            DirectTransport(home.attic.tls()).connect_over(tunnel, home.attic.identity, LANE) as link,
-            link.open("steps") as channel,
-        ):
+        async with home.lane() as channel:
             await channel.send(Frame("data", {"offset": 0}, b"a secret prompt"))
             await channel.receive()
         nursery.cancel_scope.cancel()
@@ -200,11 +198,7 @@ async def test_an_end_that_goes_away_breaks_the_other(home: Home) -> None:
 
     async with home.running() as nursery:
         nursery.start_soon(home.answer, home.cellar, leaves)
-        async with (
-            home.call(home.attic, home.cellar.node) as tunnel,
-            DirectTransport(home.attic.tls()).connect_over(tunnel, home.attic.identity, LANE) as link,
-            link.open("steps") as channel,
-        ):
+        async with home.lane() as channel:
             await channel.send(Frame("data", {"offset": 0}, b"x"))
             with trio.fail_after(5), pytest.raises(LinkBroken, match="the stage is gone"):
                 await channel.receive()

@@ -1,0 +1,87 @@
+"""Read stored tensors by their offsets, straight into the memory they stay in, whatever float they are stored as."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import torch
+
+from swarmnode.compute.activation import bytes_of
+from swarmnode.errors import LoadFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from swarmnode.compute.stored_tensors import Part, Stored
+
+    Progress = Callable[[str, int, int], None]
+    """Called with "weights", bytes read so far and bytes in all."""
+    Merge = Callable[[str, torch.Tensor], None]
+
+STAGING_BYTES = 4 << 20
+"""Converted or copied to a card in chunks of this size: large enough for the disk, small beside any slice."""
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+class TensorReader:
+    """Reads tensors into fresh memory of one dtype and counts the bytes. `merge` changes a tensor in place, by name,
+    as soon as it is read."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, progress: Progress | None = None, merge: Merge | None = None
+    ) -> None:
+        self.total = 0
+        self._dtype, self._device, self._merge = dtype, device, merge
+        self._progress, self._done, self._reported_s = progress, 0, 0.0
+        self._staging = memoryview(bytearray())
+
+    def read(self, parts: tuple[Part, ...], shape: tuple[int, ...], room: torch.Tensor | None = None) -> torch.Tensor:
+        """One parameter from its parts, into `room` if given; a file that ends early raises LoadFailed."""
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device) if room is None else room
+        for part in parts:
+            self._read_part(part.stored, part.place(whole))
+        return whole
+
+    def _read_part(self, source: Stored, target: torch.Tensor) -> None:
+        stored = _TORCH_DTYPES[source.entry.dtype]
+        try:
+            with source.path.open("rb", buffering=0) as file:
+                file.seek(source.entry.begin)
+                if stored == self._dtype and self._device.type == "cpu":
+                    self._read_into(cast("BinaryIO", file), bytes_of(target), source.name)
+                else:
+                    self._convert(cast("BinaryIO", file), target.view(-1), stored, source.name)
+            if self._merge is not None:
+                self._merge(source.name, target)
+        except OSError as error:
+            raise LoadFailed(f"tensor {source.name!r} of {source.path.name} cannot be read: {error}") from error
+
+    def report(self) -> None:
+        if self._progress is not None:
+            self._progress("weights", self._done, self.total)
+
+    def _read_into(self, file: BinaryIO, view: memoryview, name: str) -> None:
+        while view:
+            count = file.readinto(view[:STAGING_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                raise LoadFailed(f"tensor {name!r} ends early; fetch the stage's files again")
+            view = view[count:]
+            self._done += count
+            self._report_sometimes()
+
+    def _convert(self, file: BinaryIO, flat: torch.Tensor, stored: torch.dtype, name: str) -> None:
+        if not self._staging:
+            self._staging = memoryview(bytearray(STAGING_BYTES))
+        step = STAGING_BYTES // stored.itemsize
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            raw = self._staging[: part.numel() * stored.itemsize]
+            self._read_into(file, raw, name)
+            part.copy_(torch.frombuffer(raw, dtype=stored))
+
+    def _report_sometimes(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= 0.1:
+            self._reported_s = now_s
+            self.report()
