@@ -141,6 +141,13 @@ VARIABLES: tuple[Variable, ...] = (
         _at_least(0),
     ),
     Variable(
+        "SWARM_ADMIT_VOTERS",
+        "1",
+        "coordinator",
+        "whether nodes that ask for it with --voter may coordinate the swarm: they get its key",
+        _switch,
+    ),
+    Variable(
         "SWARM_LINK_ROUTES",
         "direct,relayed,polled",
         "both",
@@ -235,6 +242,7 @@ class Settings:
     schedule: str
     link_routes: tuple[str, ...]
     keep_stages_s: int
+    admit_voters: bool
     prefill_chunk: int
     step_costs: bool
     max_loaded_models: int
@@ -264,6 +272,7 @@ def read_settings(data_dir: Path | None = None, environ: Mapping[str, str] = os.
         max_batch=_as(int, values.get("SWARM_SERVE_MAX_BATCH"), 0),
         schedule=_as(str, values.get("SWARM_SERVE_SCHEDULE"), "cost"),
         keep_stages_s=_as(int, values.get("SWARM_KEEP_STAGES_S"), 60),
+        admit_voters=_as(bool, values.get("SWARM_ADMIT_VOTERS"), True),
         link_routes=_as(tuple, values.get("SWARM_LINK_ROUTES"), ("direct", "relayed", "polled")),
         prefill_chunk=_as(int, values.get("SWARM_SERVE_PREFILL_CHUNK"), 256),
         step_costs=_as(bool, values.get("SWARM_SERVE_STEP_COSTS"), False),

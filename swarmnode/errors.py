@@ -167,6 +167,12 @@ class LinkBroken(SwarmError):
     code, status, retryable = "link_broken", 502, True
 
 
+class NotCoordinator(LinkBroken):
+    """Said by a node that could coordinate the swarm, and does not now."""
+
+    code, status, retryable = "not_coordinator", 503, True
+
+
 class InvalidModel(SwarmError):
     """A model source or servable that is refused; the message says which file and why."""
 

@@ -48,6 +48,10 @@ def write_local_access(data_dir: Path, access: LocalAccess) -> None:
     write_private(data_dir / FILE_NAME, json.dumps(asdict(access)).encode())
 
 
+def forget_local_access(data_dir: Path) -> None:
+    (data_dir / FILE_NAME).unlink(missing_ok=True)
+
+
 def trust_exactly(certificate: str) -> ssl.SSLContext:
     """A client's TLS that accepts this certificate (PEM) and no other, whatever names it holds.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import logging
-import math
 import os
 import re
 import signal
@@ -19,45 +18,44 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
-from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.cluster.placement import CPU_CAPABILITIES, RING_CAPABILITIES
 from swarmnode.cluster.quantization import SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
-from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, ProtocolError
+from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import BootId, NodeId
+from swarmnode.roles.ballot import STATE_FILE, Ballot
 from swarmnode.roles.context import NodeContext, PeerResources
-from swarmnode.roles.coordinator import Coordinator
-from swarmnode.roles.enrolment import Enrolment, certify_self, keep_certified
+from swarmnode.roles.enrolment import VOTER_ROLES, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.roles.peer import Peer
 from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import LOCK_NAME, RunningNode
-from swarmnode.roles.swarm_state import SwarmState
+from swarmnode.roles.swarm_document import places_in
+from swarmnode.roles.voting import Voting
 from swarmnode.wire.address import WILDCARDS, Address, parse_place, reachable_here
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.direct import DirectTransport
-from swarmnode.wire.link import Identity
+from swarmnode.wire.link import COORDINATOR_KINDS, Identity
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.tls import SwarmTls
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from swarmnode.cluster.join_token import JoinToken
-    from swarmnode.roles.api_port import ApiOptions
-    from swarmnode.wire.address import ApiUrl, Place
+    from swarmnode.roles.api_port import ApiOptions, ApiPort
+    from swarmnode.roles.office import Office
+    from swarmnode.wire.address import ApiUrl
     from swarmnode.wire.link import Channel, Hello
 
 COORDINATOR = "coordinator"
 PEER = "peer"
 EXIT_FORCED = 1
-STATE_FILE = "swarm.json"
 STDIN_READ_BYTES = 4096
 
 _log = logging.getLogger(__name__)
@@ -79,10 +77,14 @@ class NodeOptions:
     """What other nodes are told to dial, all of it; empty: the address the swarm port is bound to."""
     advertise_api: ApiUrl | None = None
     """Where nodes that reach no swarm port find a coordinator's API port."""
+    voter: bool = False
+    """Ask to be able to coordinate; a coordinator can anyway."""
     end_with_stdin: bool = False
     """End when stdin does: a program that starts nodes holds it open, and none of them outlives that program."""
 
     def __post_init__(self) -> None:
+        if self.voter and PEER not in self.roles and COORDINATOR not in self.roles:
+            raise InvalidRequest("--voter is for a peer: one that may coordinate where the coordinator is gone")
         if COORDINATOR in self.roles and self.join is not None:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
         if self.advertise_api is not None and (COORDINATOR not in self.roles or self.api is None):
@@ -123,22 +125,25 @@ class _Node:
         self._options = options
         self._settings = settings
         self._emit = emit
-        self._coordinator: Coordinator | None = None
+        self._voting: Voting | None = None
+        self._office: Office | None = None
         self._peer: Peer | None = None
 
     async def run(self) -> None:
         kept = NodeIdentity.open(self._settings.data_dir)
         identity = _identity(self._options, kept.node)
-        authority = await self._become_member(kept, identity)
-        coordinators = kept.coordinators()
-        tls = SwarmTls(kept.files, enrolment=authority is not None)
+        await self._become_member(kept, identity)
+        ballot = Ballot(self._settings.data_dir / STATE_FILE)
+        may_coordinate = COORDINATOR in self._options.roles or self._options.voter or ballot.exists
+        tls = SwarmTls(kept.files, enrolment=SwarmAuthority.kept(kept) is not None)
         transport = DirectTransport(tls)
         traffic = Traffic()
         wanted = self._options.swarm_listen
         if wanted is None:
-            wanted = await trio.to_thread.run_sync(address_towards, coordinators[0])
+            wanted = await trio.to_thread.run_sync(address_towards, kept.coordinators()[0])
         async with open_flat_nursery() as nursery:
-            address: Address = await nursery.start(_listen, transport, wanted, self._serve_channel, identity, traffic)
+            listen = partial(_listen, transport, wanted, self._serve_channel, identity, traffic, self._standing)
+            address: Address = await nursery.start(listen)
             about = replace(identity, listen=tuple(map(str, self._options.advertise or (address,))))
             context = NodeContext(
                 identity=about,
@@ -149,22 +154,13 @@ class _Node:
                 roads=Roads(transport, about, kept.key, self._settings.link_routes),
             )
             ready: dict[str, object] = {"node": identity.node, "name": identity.name, "swarm": str(address)}
-            if authority is not None:
-                state = SwarmState(self._settings.data_dir / STATE_FILE)
-                also = () if self._options.advertise_api is None else (str(self._options.advertise_api),)
-                me = NodeRecord(identity.node, identity.name, math.inf)
-                enrolment = Enrolment(authority, state, tls, (*context.identity.listen, *also), keeper=me)
-                nursery.start_soon(keep_certified, authority, kept, self._options.roles, tls)
-                polled = PolledLinks(transport.accept)
-                await nursery.start(polled.run)
-                ready["api"] = await self._start_coordinator(context, enrolment, state, polled, nursery)
-                coordinators = (reachable_here(address),)
+            port = await self._open_port(context, nursery)
+            if port is not None:
+                ready["api"] = port.url
+            if may_coordinate:
+                await self._take_part(context, kept, transport, tls, ballot, port, nursery)
             if PEER in self._options.roles:
-                follow = None
-                if authority is None and self._options.api is not None:
-                    follow, ready["api"] = await self._start_forwarder(self._options.api, context, nursery)
-                member = PeerMembership(kept, tls, renews=authority is None)
-                self._start_peer(context, coordinators, member, follow, nursery)
+                self._start_peer(context, kept, tls, address, port, nursery)
             self._write_down(wanted, ready, context.identity)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
@@ -182,12 +178,11 @@ class _Node:
         )
         here.write(self._settings.data_dir)
 
-    async def _become_member(self, kept: NodeIdentity, identity: Identity) -> SwarmAuthority | None:
+    async def _become_member(self, kept: NodeIdentity, identity: Identity) -> None:
         """See to it that there is a certificate: from the node's own CA, from a token, or from an earlier start."""
         if COORDINATOR in self._options.roles:
-            authority = SwarmAuthority.open(kept, time.time())
-            certify_self(authority, kept, self._options.roles, time.time())
-            return authority
+            certify_self(SwarmAuthority.open(kept, time.time()), kept, VOTER_ROLES, time.time())
+            return
         token = self._options.join
         if token is not None:
             kept.check_swarm(token.ca_hash)
@@ -196,7 +191,7 @@ class _Node:
                 named = tuple(parse_place(text) for text in token.addresses)
                 known = tuple(place for place in kept.coordinators() if place not in named)
                 kept.remember((*named, *known))
-            return None
+            return
         if token is None:
             raise InvalidRequest(
                 f"{self._settings.data_dir} holds no certificate of a swarm that is still valid; run `swarmnode "
@@ -204,49 +199,76 @@ class _Node:
             )
         await join_swarm(token, kept, identity)
         self._emit("enrolled", {"node": kept.node, "coordinators": [str(place) for place in kept.coordinators()]})
-        return None
 
-    async def _start_coordinator(
-        self,
-        context: NodeContext,
-        enrolment: Enrolment,
-        state: SwarmState,
-        polled: PolledLinks,
-        nursery: trio.Nursery,
-    ) -> str | None:
-        from swarmnode.roles.api_port import serve_linked, start_api_port
-        from swarmnode.roles.gateway import Gateway
-
-        coordinator = Coordinator(context, Registry(self._settings.models_root), enrolment, state)
-        self._coordinator = coordinator
-        await nursery.start(coordinator.run)
+    async def _open_port(self, context: NodeContext, nursery: trio.Nursery) -> ApiPort | None:
         if self._options.api is None:
             return None
-        coordinator.polled = polled
-        gateway = Gateway(coordinator)
-        server, url = await start_api_port(self._options.api, gateway, self._settings, polled, self._emit, nursery)
-        coordinator.serve_api = partial(serve_linked, server)
-        return url
+        from swarmnode.roles.api_port import ApiPort, check_closed
 
-    async def _start_forwarder(
-        self, api: ApiOptions, context: NodeContext, nursery: trio.Nursery
-    ) -> tuple[Callable[[], Awaitable[None]], str]:
-        from swarmnode.roles.api_port import start_forwarder_port
+        if COORDINATOR in self._options.roles:
+            check_closed(self._options.api, self._settings)
+        port = ApiPort(self._options.api, context, self._emit)
+        await port.open(nursery)
+        return port
 
-        forwarder, url = await start_forwarder_port(api, context, nursery)
-        return forwarder.follow, url
+    async def _take_part(
+        self,
+        context: NodeContext,
+        kept: NodeIdentity,
+        transport: DirectTransport,
+        tls: SwarmTls,
+        ballot: Ballot,
+        port: ApiPort | None,
+        nursery: trio.Nursery,
+    ) -> None:
+        """In the elections of who coordinates, and in coordinating."""
+        from swarmnode.roles.office import Office, OfficeParts
+
+        coordinator = COORDINATOR in self._options.roles
+        voting = self._voting = Voting(kept.node, ballot, context.roads.to_voter, places_in, begins=coordinator)
+        polled = PolledLinks(transport.accept)
+        await nursery.start(polled.run)
+        await nursery.start(voting.run)
+        if coordinator:
+            authority = SwarmAuthority.open(kept, time.time())
+            nursery.start_soon(keep_certified, authority, kept, VOTER_ROLES, tls)
+        follow = port.follow if port is not None and PEER not in self._options.roles else None
+        places = (*context.identity.listen, *self._api_place())
+        self._office = Office(OfficeParts(context, kept, tls, voting, polled, port, places, follow))
+        nursery.start_soon(self._office.run)
+        await self._office.settled()
+
+    def _api_place(self) -> tuple[str, ...]:
+        return () if self._options.advertise_api is None else (str(self._options.advertise_api),)
 
     def _start_peer(
         self,
         context: NodeContext,
-        coordinators: Sequence[Place],
-        member: PeerMembership,
-        follow: Callable[[], Awaitable[None]] | None,
+        kept: NodeIdentity,
+        tls: SwarmTls,
+        address: Address,
+        port: ApiPort | None,
         nursery: trio.Nursery,
     ) -> None:
-        store = ShardStore(self._settings.model_cache)
-        self._peer = Peer(context, coordinators, self._options.resources, store, member, follow)
+        coordinator = COORDINATOR in self._options.roles
+        places = ((reachable_here(address),) if coordinator else ()) + kept.coordinators()
+        stands_at = (*context.identity.listen, *self._api_place()) if self._options.voter else ()
+        self._peer = Peer(
+            context,
+            places,
+            self._options.resources,
+            ShardStore(self._settings.model_cache),
+            PeerMembership(kept, tls, renews=not coordinator),
+            None if port is None else port.follow,
+            stands_at,
+        )
         nursery.start_soon(self._peer.run)
+
+    def _standing(self, kind: str) -> int:
+        """The term to answer with; raises NotCoordinator for a channel that only a coordinator serves."""
+        if kind in COORDINATOR_KINDS and (self._office is None or self._office.coordinator is None):
+            raise NotCoordinator("this node does not coordinate the swarm now; another one does")
+        return 0 if self._voting is None else self._voting.term
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
         if kind in ("steps", "prompts"):
@@ -257,10 +279,14 @@ class _Node:
             if self._peer is None:
                 raise ProtocolError("this node keeps no files of models for stages")
             await self._peer.serve_shares(channel)
-        elif self._coordinator is None:
-            raise ProtocolError("this node is not a coordinator")
+        elif kind == "votes":
+            if self._voting is None:
+                raise ProtocolError("this node has no part in elections")
+            await self._voting.serve(hello, channel)
+        elif self._office is None or self._office.coordinator is None:
+            raise NotCoordinator("this node does not coordinate the swarm now; another one does")
         else:
-            await self._coordinator.serve_channel(kind, hello, channel)
+            await self._office.coordinator.serve_channel(kind, hello, channel)
 
 
 async def _listen(
@@ -269,11 +295,13 @@ async def _listen(
     handler: Callable[..., object],
     identity: Identity,
     traffic: Traffic,
+    standing: Callable[[str], int],
     *,
     task_status: trio.TaskStatus[Address],
 ) -> None:
     try:
-        await transport.listen(address, handler, identity, traffic=traffic, task_status=task_status)  # type: ignore[arg-type]
+        serve = partial(transport.listen, address, handler, identity, traffic=traffic, standing=standing)  # type: ignore[arg-type]
+        await serve(task_status=task_status)
     except LinkBroken as error:
         raise Conflict(f"{error.message}; choose another --swarm-listen") from error
 

@@ -153,6 +153,12 @@ def _node_metrics(nodes: Mapping[str, Any]) -> Iterator[Metric]:
     for route, number in Counter(str(peer.get("route")) for peer in nodes.get("peers") or ()).items():
         links.add_metric([route], number)
     yield links
+    voters = GaugeMetricFamily("swarmnode_voters", "Nodes that decide who coordinates.")
+    voters.add_metric([], len(nodes.get("voters") or ()))
+    yield voters
+    term = GaugeMetricFamily("swarmnode_election_term", "Of this coordinator; it grows with every election.")
+    term.add_metric([], nodes.get("term") or 0)
+    yield term
     tunnels = GaugeMetricFamily("swarmnode_relay_tunnels", "Tunnels through the coordinator's relay.")
     tunnels.add_metric([], (nodes.get("carried") or {}).get("tunnels") or 0)
     yield tunnels

@@ -18,6 +18,7 @@ from swarmnode.errors import InvalidModel, ModelNotFound
 from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 MAX_NAMED_MODELS = 20
@@ -41,12 +42,19 @@ class Registry:
     Synchronous and cheap: one directory listing and two stats for each model.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, elsewhere: Callable[[], Mapping[str, Manifest]] = dict) -> None:
+        """`elsewhere`: servables, by id, whose files may lie on other machines only."""
         self.root = root
+        self._elsewhere = elsewhere
         self._scanned: dict[str, _Scanned] = {}
 
     def models(self) -> tuple[Manifest, ...]:
         """All servables, by id."""
+        found = {**self._elsewhere(), **{manifest.id: manifest for manifest in self.here()}}
+        return tuple(found[name] for name in sorted(found))
+
+    def here(self) -> tuple[Manifest, ...]:
+        """Those with their files under `root`, by id."""
         found = (scanned.manifest for _, scanned in sorted(self._scan().items()))
         return tuple(manifest for manifest in found if manifest is not None)
 
@@ -57,9 +65,11 @@ class Registry:
     def get(self, model: str) -> Manifest:
         """One servable; raises ModelNotFound that names the served ids, or why this one is not served."""
         scanned = self._scan()
-        found = scanned.get(model)
+        found, elsewhere = scanned.get(model), self._elsewhere()
+        if (found is None or found.manifest is None) and model in elsewhere:
+            return elsewhere[model]
         if found is None:
-            served = sorted(name for name, other in scanned.items() if other.manifest is not None)
+            served = sorted({*elsewhere, *(name for name, other in scanned.items() if other.manifest is not None)})
             raise ModelNotFound(f"model {model[:120]!r} is not served here; {_served(served)}", param="model")
         if found.manifest is None:
             raise ModelNotFound(f"model {model!r} cannot be served: {found.problem}", param="model")

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from swarmnode.cli import admin, ask, bench, demo, doctor, importing, nodes, tokens, top, up
+from swarmnode.cli import admin, ask, bench, demo, doctor, importing, nodes, promote, tokens, top, up
 from swarmnode.errors import SwarmError
 
 EXIT_ERROR = 1
@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (up, demo, importing, admin, ask, bench, nodes, top, tokens, doctor):
+for command in (up, demo, importing, admin, ask, bench, nodes, top, tokens, doctor, promote):
     command.register(app)
 
 

@@ -35,6 +35,19 @@ AdvertiseOption = Annotated[
 AdvertiseApiOption = Annotated[
     str | None, typer.Option("--advertise-api", help="URL of the API port, for peers that reach nothing else.")
 ]
+VoterFlag = Annotated[
+    bool,
+    typer.Option("--voter", help="Be able to coordinate: with three such nodes the swarm outlives its coordinator."),
+]
+JoinOption = Annotated[
+    str | None,
+    typer.Option(
+        "--join",
+        envvar="SWARM_JOIN",
+        help="What `swarmnode join-token` printed; needed on the first start only. In SWARM_JOIN instead, no "
+        "other user of this machine sees it.",
+    ),
+]
 
 UP_HELP = """Run this machine's node until Ctrl-C.
 
@@ -47,6 +60,10 @@ Examples:
     swarmnode up --role peer --join swn1.…        (the line that `swarmnode join-token` prints; once per machine)
 
     swarmnode up --role coordinator --role peer --memory 6G
+
+    swarmnode up --role peer --voter --swarm-listen 0.0.0.0:7700 --advertise 192.168.1.8:7700
+
+                                                  (coordinates when the coordinator is gone; it takes two of these)
 """
 
 
@@ -57,15 +74,8 @@ def register(app: typer.Typer) -> None:
 
 def up(
     role: Annotated[list[str], typer.Option("--role", help="coordinator or peer; give it twice to be both.")],
-    join: Annotated[
-        str | None,
-        typer.Option(
-            "--join",
-            envvar="SWARM_JOIN",
-            help="What `swarmnode join-token` printed; needed on the first start only. In SWARM_JOIN instead, no "
-            "other user of this machine sees it.",
-        ),
-    ] = None,
+    voter: VoterFlag = False,
+    join: JoinOption = None,
     swarm_listen: Annotated[
         str | None,
         typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{SWARM_LISTEN}; peers: any port]"),
@@ -109,7 +119,7 @@ def up(
 
     _check_roles(role)
     coordinator = "coordinator" in role
-    listen_api = api_listen or (API_LISTEN if coordinator else None)
+    listen_api = api_listen or (API_LISTEN if coordinator or voter else None)
     api = listen_api and ApiOptions(
         parse_address(listen_api),
         hosts=tuple(api_host or ()),
@@ -130,6 +140,7 @@ def up(
         resources=PeerResources(
             parse_size(memory) if memory else offered_memory_bytes(), _checked_device(device), threads
         ),
+        voter=voter,
         end_with_stdin=end_with_stdin,
     )
     with _reporter(json_output=json_output) as report:

@@ -25,6 +25,7 @@ from swarmnode.cluster.election_messages import (
     Entry,
     Following,
     ForceAlone,
+    Learners,
     Mark,
     Persist,
     ProposalRefused,
@@ -50,6 +51,9 @@ RETRY_MIN_S, RETRY_MAX_S = 1.5, 3.0
 """After asking for nothing: an answer takes far less, so it was lost, or two asked at once."""
 QUORUM_S = 5.0
 """A coordinator that has not heard a majority for so long stops being one; others may have elected by then."""
+FORCED_TERMS = 1 << 20
+"""What a forced promotion skips: a coordinator that was not gone after all, and knows of none other, would reach the
+next term by itself, and one term must not have two."""
 
 
 class Role(Enum):
@@ -77,6 +81,8 @@ class Election:
         self._held: dict[NodeId, Mark] = {}
         """What each voter is known to have on disk."""
         self._sent: dict[NodeId, Mark] = {}
+        self._learners: frozenset[NodeId] = frozenset()
+        """They are given every entry, and count for nothing."""
         self._coordinator_s: float | None = None
         """When the coordinator was last heard."""
         self._heartbeat_s = now
@@ -94,6 +100,8 @@ class Election:
                 self._propose(message, now)
             case ForceAlone():
                 self._force_alone(now)
+            case Learners():
+                self._learners = message.nodes
             case Arrived(sender=sender, message=inner):
                 self._arrived(sender, inner, now)
 
@@ -136,6 +144,14 @@ class Election:
         """A majority holds an entry of this voter's own term: what it says goes."""
         return self.role is Role.COORDINATOR and self.committed[0] == self.term
 
+    def up_to_date(self, now: float) -> frozenset[NodeId]:
+        """The nodes that answered this coordinator a moment ago, and hold all that it holds."""
+        return frozenset(
+            node
+            for node, heard_s in self._heard_s.items()
+            if now - heard_s < QUORUM_S and self._held.get(node) == self.entry.mark
+        )
+
     @property
     def _alone(self) -> bool:
         return self.voters == (self.node,)
@@ -143,6 +159,10 @@ class Election:
     @property
     def _others(self) -> list[NodeId]:
         return [voter for voter in self.voters if voter != self.node]
+
+    @property
+    def _receivers(self) -> list[NodeId]:
+        return [*self._others, *sorted(self._learners - {self.node, *self.voters})]
 
     def _is_majority(self, nodes: set[NodeId]) -> bool:
         return 2 * len(nodes & set(self.voters)) > len(self.voters)
@@ -275,7 +295,7 @@ class Election:
         self.role, self.coordinator = Role.FOLLOWER, None
 
     def _force_alone(self, now: float) -> None:
-        self._follow(self.term + 1, now, "it was told to go on alone")
+        self._follow(self.term + FORCED_TERMS, now, "it was told to go on alone")
         self._store(replace(self._stored, vote=self.node, entry=replace(self.entry, voters=(self.node,))))
         self._take_office(now)
 
@@ -294,7 +314,8 @@ class Election:
         if proposal.expected != self.entry.version:
             return f"the swarm's document has changed: it is at version {self.entry.version}"
         if proposal.voters is not None:
-            if len(set(proposal.voters) ^ set(self.voters)) > 1 or self.node not in proposal.voters:
+            changed = set(proposal.voters) ^ set(self.voters)
+            if (len(changed) > 1 and not self._alone) or self.node not in proposal.voters:
                 return "voters come and go one at a time, and the coordinator stays one"
             if self.committed != self.entry.mark:
                 return "the last change is not on a majority of the voters yet"
@@ -310,11 +331,11 @@ class Election:
 
     def _send_heartbeats(self, now: float) -> None:
         self._heartbeat_s = now + HEARTBEAT_S
-        for voter in self._others:
-            if self._held.get(voter) == self.entry.mark:
-                self._send(voter, Append(self.term, self.entry.mark, self.committed))
+        for node in self._receivers:
+            if self._held.get(node) == self.entry.mark:
+                self._send(node, Append(self.term, self.entry.mark, self.committed))
             else:
-                self._send_entry(voter)
+                self._send_entry(node)
 
     def _send_entry(self, voter: NodeId) -> None:
         self._sent[voter] = self.entry.mark

@@ -95,7 +95,14 @@ class ForceAlone:
     """A person says that the other voters are gone for good: go on as the only one. What they alone had is lost."""
 
 
-ElectionInput = Arrived | Propose | ForceAlone
+@dataclass(frozen=True, slots=True)
+class Learners:
+    """Who else is given what this coordinator writes: nodes that may become voters, and that a person may promote."""
+
+    nodes: frozenset[NodeId]
+
+
+ElectionInput = Arrived | Propose | ForceAlone | Learners
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmnode.api.app import create_app
 from swarmnode.api.auth import Credentials
 from swarmnode.api.connection import Client
 from swarmnode.api.hosts import host_rules
-from swarmnode.api.server import ApiServer, open_api_listeners, serve_api
+from swarmnode.api.server import ApiServer, open_api_listeners
 from swarmnode.errors import Conflict, InvalidRequest
-from swarmnode.local_access import make_local_access, write_local_access
+from swarmnode.local_access import forget_local_access, make_local_access, write_local_access
 from swarmnode.roles.forwarder import Forwarder
+from swarmnode.roles.gateway import Gateway
 from swarmnode.roles.http_channel import ChannelStream
 from swarmnode.roles.polling_routes import polling_router
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire.address import Address, is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
     import trio
+    from starlette.types import Receive, Scope, Send
 
-    from swarmnode.api.backend import Backend
+    from swarmnode.cluster.token_book import TokenBook
     from swarmnode.config import Settings
     from swarmnode.roles.context import NodeContext
+    from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.polling import PolledLinks
+    from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.link import Channel
 
 
@@ -53,20 +58,25 @@ class ApiOptions:
         return is_loopback(self.listen.host)
 
 
-def open_tokens(options: ApiOptions, settings: Settings) -> TokenStore:
-    """The tokens of this port; raises InvalidRequest where it would be open to other machines.
-
-    Such a port stays closed when its last token is revoked: open mode is for loopback.
-    """
+def open_tokens(
+    options: ApiOptions, settings: Settings, share: Callable[[TokenBook], Awaitable[None]] | None = None
+) -> TokenStore:
+    """The tokens of this port. One that other machines reach stays closed when its last token is revoked: open mode is
+    for loopback. `share`: see `TokenStore`."""
     reachable = not options.loopback and not options.insecure_open
-    store = TokenStore(settings.api_tokens_file, required=settings.require_api_token or reachable)
-    if reachable and not settings.require_api_token and not store.records():
+    return TokenStore(settings.api_tokens_file, required=settings.require_api_token or reachable, share=share)
+
+
+def check_closed(options: ApiOptions, settings: Settings) -> None:
+    """Raises InvalidRequest where a coordinator's port would be open to other machines."""
+    if options.loopback or options.insecure_open or settings.require_api_token:
+        return
+    if not open_tokens(options, settings).records():
         raise InvalidRequest(
             f"the API at {options.listen} would be open to other machines: there are no API tokens. Start it on "
             "127.0.0.1 and run `swarmnode token-create` first, or start it closed with SWARM_REQUIRE_API_TOKEN=1, "
             "or let everybody in with --insecure-open-api"
         )
-    return store
 
 
 def tls_context(options: ApiOptions) -> ssl.SSLContext | None:
@@ -86,40 +96,59 @@ def tls_context(options: ApiOptions) -> ssl.SSLContext | None:
     return context
 
 
-async def start_api_port(
-    options: ApiOptions,
-    backend: Backend,
-    settings: Settings,
-    polled: PolledLinks,
-    emit: Callable[[str, Mapping[str, object]], None],
-    nursery: trio.Nursery,
-) -> tuple[ApiServer, str]:
-    """Serve the coordinator's API in `nursery`; returns the server, for calls that come over links, and its URL."""
-    tokens, tls = open_tokens(options, settings), tls_context(options)
-    listeners, url = await _open(options)
-    access = make_local_access(url, options.certificate)
-    write_local_access(settings.data_dir, access)
-    rules = host_rules(options.listen.host, options.hosts, options.origins)
-    credentials = Credentials(tokens, access.secret)
-    server = ApiServer(create_app(backend, hosts=rules, credentials=credentials, also=[polling_router(polled)]))
-    await nursery.start(server.listen, listeners, tls)
-    for text in _warnings(options, enforced=tokens.enforced()):
-        emit("warning", {"text": text})
-    return server, url
+class ApiPort:
+    """A node's API port, open from its start to its end: it forwards, and while the node coordinates it serves."""
 
+    def __init__(
+        self, options: ApiOptions, context: NodeContext, emit: Callable[[str, Mapping[str, object]], None]
+    ) -> None:
+        self._options = options
+        self._settings = context.settings
+        self._emit = emit
+        self._rules = host_rules(options.listen.host, options.hosts, options.origins)
+        closed = not options.loopback and not options.insecure_open
+        self._forwarder = Forwarder(context, closed=closed)
+        self._forwarding = self._forwarder.app(self._rules)
+        self._app = self._forwarding
+        self._server = ApiServer(self)
+        self.url = ""
 
-async def start_forwarder_port(
-    options: ApiOptions, context: NodeContext, nursery: trio.Nursery
-) -> tuple[Forwarder, str]:
-    """Serve the API of a node that forwards in `nursery`; returns what follows its coordinator, and the URL."""
-    closed = not options.loopback and not options.insecure_open
-    forwarder, tls = Forwarder(context, closed=closed), tls_context(options)
-    listeners, url = await _open(options)
-    rules = host_rules(options.listen.host, options.hosts, options.origins)
-    await nursery.start(serve_api, forwarder.app(rules), listeners, tls)
-    for text in _warnings(options, enforced=closed):
-        context.emit("warning", {"text": text})
-    return forwarder, url
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    async def open(self, nursery: trio.Nursery) -> None:
+        """Listen in `nursery`; raises Conflict where the port is taken."""
+        options = self._options
+        tls = tls_context(options)
+        listeners, self.url = await _open(options)
+        await nursery.start(self._server.listen, listeners, tls)
+
+    async def follow(self) -> None:
+        """Forward to whoever coordinates, until cancelled."""
+        await self._forwarder.follow()
+
+    async def serve(self, coordinator: Coordinator, state: SwarmState, polled: PolledLinks) -> None:
+        """From now on calls are this node's own, those too that come over links."""
+        options = self._options
+        tokens = open_tokens(options, self._settings, state.keep_tokens)
+        if len(state.seats.records()) <= 1:  # nobody else ever coordinated this swarm: its list is the one on this disk
+            await state.keep_tokens(tokens.book)
+        else:
+            await tokens.take(state.tokens)
+        access = make_local_access(self.url, options.certificate)
+        write_local_access(self._settings.data_dir, access)
+        coordinator.polled = polled
+        coordinator.serve_api = partial(serve_linked, self._server)
+        credentials = Credentials(tokens, access.secret)
+        backend = Gateway(coordinator)
+        self._app = create_app(backend, hosts=self._rules, credentials=credentials, also=[polling_router(polled)])
+        for text in _warnings(options, enforced=tokens.enforced()):
+            self._emit("warning", {"text": text})
+
+    def forward(self) -> None:
+        """From now on they are another node's."""
+        self._app = self._forwarding
+        forget_local_access(self._settings.data_dir)
 
 
 async def _open(options: ApiOptions) -> tuple[list[trio.SocketListener], str]:

@@ -22,7 +22,7 @@ from swarmnode.cluster.ring_life_messages import (
     StageUnloaded,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import Conflict, LinkBroken, ProtocolError
+from swarmnode.errors import Conflict, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import BootId, ModelId, NodeId, RingId
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
@@ -52,9 +52,12 @@ if TYPE_CHECKING:
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.planning import PlannedRing
     from swarmnode.roles.polling import PolledLinks
+    from swarmnode.roles.seats import Seats
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.link import Channel, Hello, Identity
 
+FENCED = frozenset({"load", "unload", "link", "probe_ring"})
+"""Commands that change what a node holds: they name the term they are given in."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
 
 _log = logging.getLogger(__name__)
@@ -64,9 +67,16 @@ class Coordinator:
     """`run` it, hand it the channels of its swarm port, and give its `Gateway` to the API."""
 
     def __init__(
-        self, context: NodeContext, registry: Registry, enrolment: Enrolment, state: SwarmState | None = None
+        self,
+        context: NodeContext,
+        registry: Registry,
+        enrolment: Enrolment,
+        state: SwarmState | None = None,
+        *,
+        term: int = 0,
     ) -> None:
-        """`state`: where the rings that run are written down; None: nowhere, a restart then finds none of them."""
+        """`state`: where the rings that run are written down; None: nowhere, a restart then finds none of them.
+        `term`: in which it was elected; its commands name it, and nodes that heard a later one refuse them."""
         self.recent = RecentEvents()
         self.context = replace(context, emit=self._emit)
         self._report = context.emit
@@ -77,7 +87,11 @@ class Coordinator:
         self.rings: dict[RingId, LoadedRing] = {}
         self.ended: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over, so that status can say what became of it."""
-        self._dial_backs = DialBacks(context.transport)
+        self.term = term
+        self.seats: Seats | None = None
+        """Who may coordinate besides; None: nobody."""
+        self.dial_backs = DialBacks(context.transport)
+        self._control_scopes: set[trio.CancelScope] = set()
         self._controls: dict[tuple[NodeId, BootId], Outbox] = {}
         """Frames for control channels: of connected peers, and of a `doctor` that asks as one of them."""
         self.relay = Relay(self._tell, context.traffic)
@@ -183,9 +197,36 @@ class Coordinator:
         if member is None:
             return
         try:
-            member.outbox.post(frame)
+            member.outbox.post(self._in_term(frame))
         except LinkBroken:
             member.scope.cancel()
+
+    def _in_term(self, frame: Frame) -> Frame:
+        return Frame(frame.kind, {**frame.header, "term": self.term}, frame.body) if frame.kind in FENCED else frame
+
+    async def take_part(self) -> None:
+        """See to who else may coordinate, and votes."""
+        if self.seats is not None:
+            await self.seats.run()
+
+    def voters(self) -> Sequence[str]:
+        """The names of the nodes that vote."""
+        state = self._state
+        if state is None:
+            return ()
+        names = {seat.node: seat.name for seat in state.seats.records()}
+        return [names.get(node, node[:8]) for node in state.voters]
+
+    def dismiss(self) -> None:
+        """This coordinator is over: whoever waits here hears of it, and members look for another one. Their stages
+        stay, for that one to take over."""
+        over = NotCoordinator("this node does not coordinate the swarm any more; try again in a few seconds")
+        for ring in self.rings.values():
+            ring.abandon(over)
+        for member in self.members.values():
+            member.scope.cancel()
+        for scope in self._control_scopes:
+            scope.cancel()
 
     # what peers say
 
@@ -216,10 +257,18 @@ class Coordinator:
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: links with it end here at once, at its neighbours when they hear of it."""
         record = await self.enrolment.remove(name)
+        self._tell_all(self.enrolment.revoked())
+        self.tell_places()
+        return record
+
+    def tell_places(self) -> None:
+        """Where coordinators answer has changed."""
+        self._tell_all(self.enrolment.where())
+
+    def _tell_all(self, frame: Frame) -> None:
         for outbox in self._controls.values():
             with suppress(LinkBroken):  # a control channel that stopped reading is about to break
-                outbox.post(self.enrolment.revoked())
-        return record
+                outbox.post(frame)
 
     def _tell(self, node: NodeId, frame: Frame) -> bool:
         """Post a frame on a member's control channel; False: it has none, or one that it does not read."""
@@ -240,23 +289,30 @@ class Coordinator:
     async def _serve_control(self, hello: Hello, channel: Channel) -> None:
         outbox = Outbox()
         outbox.post(self.enrolment.revoked())
+        outbox.post(self.enrolment.where())
         whose = hello.identity.node, hello.identity.boot
         self._controls[whose] = outbox
-        try:
-            async with open_flat_nursery() as nursery:
-                nursery.start_soon(outbox.run, channel)
-                async for frame in channel:
-                    if frame.kind == "beat":
-                        self._take_beat(hello.identity, frame)
-                    elif frame.kind == "dial_back":
-                        self._refuse_second_place(hello.identity)
-                        # what was polled or relayed comes from a tunnel's end, which may be on this machine
-                        source = channel.source if channel.route == DIRECT else ""
-                        outbox.post(await self._dial_backs.answer(hello.identity, source))
-                nursery.cancel_scope.cancel()
-        finally:
-            if self._controls.get(whose) is outbox:  # else it came back on a newer one
-                del self._controls[whose]
+        with trio.CancelScope() as scope:
+            self._control_scopes.add(scope)
+            try:
+                await self._exchange_control(hello.identity, channel, outbox)
+            finally:
+                self._control_scopes.discard(scope)
+                if self._controls.get(whose) is outbox:  # else it came back on a newer one
+                    del self._controls[whose]
+
+    async def _exchange_control(self, identity: Identity, channel: Channel, outbox: Outbox) -> None:
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(outbox.run, channel)
+            async for frame in channel:
+                if frame.kind == "beat":
+                    self._take_beat(identity, frame)
+                elif frame.kind == "dial_back":
+                    self._refuse_second_place(identity)
+                    # what was polled or relayed comes from a tunnel's end, which may be on this machine
+                    source = channel.source if channel.route == DIRECT else ""
+                    outbox.post(await self.dial_backs.answer(identity, source))
+            nursery.cancel_scope.cancel()
 
     def _take_beat(self, identity: Identity, frame: Frame) -> None:
         self._refuse_copy(identity)
@@ -300,11 +356,19 @@ class Coordinator:
                         issued = await self.enrolment.renew(identity.node, identity.name, body, channel.certified)
                         if issued is not None:
                             member.outbox.post(issued)
+                    elif frame.kind == "stand":
+                        nursery.start_soon(self._answer_stand, hello, channel, frame, member)
                     else:
                         self._take(identity.node, frame)
                 nursery.cancel_scope.cancel()
         finally:
             self._drop(member)
+
+    async def _answer_stand(self, hello: Hello, channel: Channel, frame: Frame, member: Member) -> None:
+        if self.seats is not None:
+            source = channel.source if channel.route == DIRECT else ""
+            with suppress(LinkBroken):  # it left meanwhile
+                member.outbox.post(await self.seats.stand(hello, source, frame))
 
     def _refuse_copy(self, identity: Identity) -> None:
         """One identity on two machines: the one that is there stays. A node that fell silent may come back at once."""

@@ -40,14 +40,15 @@ class DialBacks:
     async def answer(self, asked_by: Identity, source: str) -> Frame:
         """Try the address that a peer's HELLO tells others to dial; only this address, and only for a TLS handshake."""
         try:
-            text = await self._dial(asked_by, source)
+            text = await self.dial(asked_by, source)
             ok = True
         except SwarmError as error:
             came_from = f"; your packets come from {source}" if source else ""
             ok, text = False, f"{error.message}{came_from}"
         return Frame("dialed_back", {"ok": ok, "message": text[:MAX_MESSAGE_CHARS], "time_s": time.time()})
 
-    async def _dial(self, asked_by: Identity, source: str) -> str:
+    async def dial(self, asked_by: Identity, source: str) -> str:
+        """The same; raises what kept it from being reached, or Overloaded where it asks too often."""
         if not isinstance(self._transport, DirectTransport) or self._transport.tls is None:
             raise LinkBroken("this coordinator does not dial directly")
         budget = self._budgets.setdefault(asked_by.node, Budget(BURST, PER_S))

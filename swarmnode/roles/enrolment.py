@@ -12,6 +12,7 @@ import trio
 from swarmnode.cluster.join_book import AttemptBudget
 from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, format_join_token
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.roles.identity import MAX_ADDRESSES
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import home_of
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_book import JoinBook, JoinRecord
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
+    from swarmnode.cluster.voter_book import VoterBook
     from swarmnode.ids import NodeId
     from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
     from swarmnode.roles.swarm_state import SwarmState
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 PEER_ROLES = ("peer",)
 """What a token gives; nobody becomes a coordinator by joining."""
+VOTER_ROLES = ("coordinator", "peer")
+"""What a node needs that may coordinate: while it does not, it dials whoever does as a peer would."""
 RENEWAL_CHECK_S = 3600.0
 """A laptop's clock jumps over sleep, so the certificate is looked at every hour rather than slept up to."""
 CLOCK_SPREAD_S = 86_400.0
@@ -56,15 +60,25 @@ class Enrolment:
         keeper: NodeRecord | None = None,
     ) -> None:
         """`keeper`: the coordinator itself, whose name nobody else may take."""
-        self._authority = authority
+        self.authority = authority
+        self.keeper = keeper
         self._state = state
         self._tls = tls
-        self._addresses = tuple(addresses)
+        self._own_places = tuple(addresses)
         self._clock = clock
         self._budget = AttemptBudget()
-        self._keeper = keeper
         self._renewed_s: dict[NodeId, float] = {}
         tls.revoke(state.nodes.revoked())
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where coordinators answer: this one first."""
+        others = [place for seat in self._state.seats.records() for place in seat.places]
+        return tuple(dict.fromkeys([*self._own_places, *others]))[:MAX_ADDRESSES]
 
     @property
     def nodes(self) -> Sequence[NodeRecord]:
@@ -74,11 +88,15 @@ class Enrolment:
         """The list of removed nodes, for a peer's control channel."""
         return Frame("revoked", {}, pack_body({"nodes": sorted(self._state.nodes.revoked())}))
 
+    def where(self) -> Frame:
+        """Where coordinators answer, for a peer's control channel."""
+        return Frame("places", {}, pack_body({"places": list(self.places)}))
+
     async def new_token(self, ttl_s: float, uses: int) -> tuple[str, float]:
         """A join token's line and when it ends; the secret is in no other place."""
         token_id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
-        ca_hash = certs.fingerprint(self._authority.certificate)
-        line = format_join_token(JoinToken(ca_hash, self._addresses, token_id, secret))
+        ca_hash = certs.fingerprint(self.authority.certificate)
+        line = format_join_token(JoinToken(ca_hash, self.places, token_id, secret))
         now = self._clock()
         record = await self._state.change(lambda joins, _: joins.add(token_id, secret, ttl_s=ttl_s, uses=uses, now=now))
         return line, record.expires_s
@@ -96,7 +114,7 @@ class Enrolment:
         """One `join` channel: the CA for everybody, a certificate for who knows a secret."""
         home = home_of(channel.source)
         self._budget.check(home, self._clock())
-        await channel.send(Frame("ca", {}, pack_body({"ca": certs.to_der(self._authority.certificate)})))
+        await channel.send(Frame("ca", {}, pack_body({"ca": certs.to_der(self.authority.certificate)})))
         asked = await next_body(channel, "join")
         try:
             token_id, secret, request = (bytes_of(asked, name) for name in ("id", "secret", "request"))
@@ -130,7 +148,13 @@ class Enrolment:
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: its links here are cut at once, and no certificate of its key is good any more."""
         now = self._clock()
-        record = await self._state.change(lambda _, nodes: nodes.remove(name, now))
+
+        def edit(seats: VoterBook, nodes: NodeBook) -> NodeRecord:
+            record = nodes.remove(name, now)
+            seats.remove(record.node)
+            return record
+
+        record = await self._state.change_seats(edit)
         self._tls.revoke(self._state.nodes.revoked())
         return record
 
@@ -138,9 +162,9 @@ class Enrolment:
         """A node may go by another name than it joined under. Raises what `NodeBook.check` raises."""
         known = next((record for record in self.nodes if record.node == node), None)
         if known is not None and known.name == name:
-            self._state.nodes.check(node, name, self._keeper)
+            self._state.nodes.check(node, name, self.keeper)
         else:  # in one with the check, so that of two nodes that want a name one gets it
-            await self._state.change(lambda _, nodes: nodes.renamed(node, name, self._keeper))
+            await self._state.change(lambda _, nodes: nodes.renamed(node, name, self.keeper))
 
     def name_of(self, node: NodeId) -> str | None:
         """What the document calls a member."""
@@ -157,14 +181,14 @@ class Enrolment:
         return await self._state.change(edit)
 
     def _certify(self, nodes: NodeBook, request: bytes, name: str) -> x509.Certificate:
-        nodes.check(certs.node_id(certs.read_request(request)), name, self._keeper)
-        certificate = self._authority.issue(request, PEER_ROLES, self._clock())
+        nodes.check(certs.node_id(certs.read_request(request)), name, self.keeper)
+        certificate = self.authority.issue(request, PEER_ROLES, self._clock())
         about = certs.read_certificate(certificate)
-        nodes.issued(about.node, name, about.ends_s, self._keeper)
+        nodes.issued(about.node, name, about.ends_s, self.keeper)
         return certificate
 
     def _issued(self, certificate: x509.Certificate) -> Frame:
-        body = {"certificate": certs.to_der(certificate), "coordinators": list(self._addresses)}
+        body = {"certificate": certs.to_der(certificate), "coordinators": list(self.places)}
         return Frame("issued", {}, pack_body(body))
 
 

@@ -156,6 +156,8 @@ class Gateway:
         ]
         return {
             "coordinator": me,
+            "term": coordinator.term,
+            "voters": coordinator.voters(),
             "peers": peers,
             "rings": rings,
             "lost": [_lost(ring) for ring in coordinator.ended.values() if ring.error is not None],

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FOLDER = "identity"
+CA_KEY = "ca-key.pem"
 MAX_FILE_BYTES = 64 << 10
 """PEM files and a list of addresses: beyond this it is not ours."""
-MAX_ADDRESSES = 8
+MAX_ADDRESSES = 16
 """Addresses of coordinators a peer remembers."""
 
 
@@ -102,6 +103,13 @@ class NodeIdentity:
         text = json.dumps([str(place) for place in coordinators[:MAX_ADDRESSES]])
         write_private(self.folder / "coordinators.json", text.encode())
 
+    def term(self) -> int:
+        """The latest term that a coordinator was heard of in."""
+        return _read(self.folder / "term", int) or 0
+
+    def keep_term(self, term: int) -> None:
+        write_private(self.folder / "term", str(term).encode())
+
     def check_swarm(self, ca_hash: bytes) -> None:
         """Raises Conflict where this node belongs to a swarm with another CA."""
         member = self.membership()
@@ -120,9 +128,29 @@ class SwarmAuthority:
         self._key = key
 
     @classmethod
+    def take(cls, identity: NodeIdentity, key_pem: bytes) -> SwarmAuthority:
+        """Keep the key that a coordinator gave this node. Raises ProtocolError where it is not this swarm's."""
+        member = identity.membership()
+        try:
+            key = certs.key_from_pem(key_pem)
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"the swarm's key cannot be read: {error}") from None
+        if member is None or member.ca.public_key() != key.public_key():
+            raise ProtocolError("the key that came is not that of this swarm's CA")
+        write_private(identity.folder / CA_KEY, key_pem)
+        return cls(member.ca, key)
+
+    @classmethod
+    def kept(cls, identity: NodeIdentity) -> SwarmAuthority | None:
+        """What `take` kept; None where this node was given no key."""
+        key = _read(identity.folder / CA_KEY, certs.key_from_pem)
+        member = identity.membership()
+        return None if key is None or member is None else cls(member.ca, key)
+
+    @classmethod
     def open(cls, identity: NodeIdentity, now: float) -> SwarmAuthority:
         """The CA in the identity's folder, made on the first start. Raises Conflict where the node is a peer."""
-        path = identity.folder / "ca-key.pem"
+        path = identity.folder / CA_KEY
         key = _read(path, certs.key_from_pem)
         certificate = _read(identity.files.ca, x509.load_pem_x509_certificate)
         if key is None and certificate is not None:
@@ -143,6 +171,10 @@ class SwarmAuthority:
     def issue(self, request_der: bytes, roles: Sequence[str], now: float) -> x509.Certificate:
         """A node's certificate. Raises ProtocolError for a request that is none."""
         return certs.issue(self.certificate, self._key, certs.read_request(request_der), roles, now)
+
+    def seat(self, request_der: bytes, roles: Sequence[str], now: float) -> tuple[x509.Certificate, bytes]:
+        """For a node that may coordinate: its certificate, and this CA's key (PEM). Raises as `issue`."""
+        return self.issue(request_der, roles, now), certs.key_to_pem(self._key)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:

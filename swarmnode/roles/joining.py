@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.cluster.fence import Fence
 from swarmnode.errors import JoinRefused, LinkBroken, ProtocolError
 from swarmnode.ids import NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body
+from swarmnode.roles.identity import MAX_ADDRESSES, SwarmAuthority
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address, parse_place
@@ -23,7 +25,7 @@ from swarmnode.wire.link import JOIN_KIND
 from swarmnode.wire.tls import secure_unverified
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from cryptography import x509
 
@@ -104,8 +106,46 @@ class PeerMembership:
         """`renews` False: this process is the coordinator, too, and certifies itself. `clock` gives Unix seconds."""
         self._identity = identity
         self._tls = tls
+        self._fence = Fence(identity.term())
         self._renews = renews
         self._clock = clock
+
+    @property
+    def seated(self) -> bool:
+        """Whether this node holds the swarm's key, and may coordinate."""
+        return SwarmAuthority.kept(self._identity) is not None
+
+    def stand(self, places: Sequence[str]) -> Frame:
+        """The wish to be able to coordinate, from these places."""
+        body = {"places": list(places), "request": certs.new_request(self._identity.key)}
+        return Frame("stand", {}, pack_body(body))
+
+    def take_seat(self, body: dict[str, Any]) -> None:
+        """The swarm's key and the certificate to coordinate. Raises ProtocolError where they are not this swarm's."""
+        certificate, _ = _read_issued(body, self._member().ca, self._clock())
+        SwarmAuthority.take(self._identity, bytes_of(body, "key"))
+        self._identity.renew(certificate)
+        self._tls.use(self._identity.files, enrolment=True)
+
+    async def admit_term(self, term: int) -> None:
+        """A coordinator of `term` is there. Raises StaleTerm where a later one was heard; a new one is on disk before
+        anything that it says is done."""
+        if self._fence.admit(term):
+            await trio.to_thread.run_sync(self._identity.keep_term, term)
+
+    def check_term(self, term: int) -> None:
+        """A command names its term. Raises StaleTerm."""
+        self._fence.admit(min(term, self._fence.term))
+
+    def take_places(self, body: dict[str, Any]) -> tuple[Place, ...]:
+        """Where coordinators answer, kept for the next start. Raises ProtocolError."""
+        places = body.get("places")
+        if not isinstance(places, list) or not 0 < len(places) <= MAX_ADDRESSES:
+            raise ProtocolError(f"the places of coordinators are not a list of 1 to {MAX_ADDRESSES}")
+        found = tuple(parse_place(str(place)) for place in places)
+        if found != self._identity.coordinators():
+            self._identity.remember(found)
+        return found
 
     async def keep_certified(self, post: Callable[[Frame], None]) -> None:
         """Ask whenever two thirds of the certificate's life have passed, and again every hour until it came."""

@@ -88,6 +88,7 @@ class LoadedRing:
         self.life = RingLife(nodes, trio.current_time(), adopted=adopted)
         self._post = post
         self._on_over = on_over
+        self._abandoned: SwarmError | None = None
         self._idle = trio.Event()
         self._driver: Driver[RingInput, RingCommand, RingEvent] = Driver(self.life, self._send, self._notify)
 
@@ -143,6 +144,8 @@ class LoadedRing:
 
     @property
     def error(self) -> SwarmError | None:
+        if self._abandoned is not None:
+            return self._abandoned
         lost = self.life.error
         return from_wire(lost.code, lost.message) if lost is not None else None
 
@@ -221,6 +224,13 @@ class LoadedRing:
         self.requests.pop(stream.request, None)
         if not self.requests:
             self._idle.set()
+
+    def abandon(self, why: SwarmError) -> None:
+        """Its coordinator is over: whoever waits here hears of it, the stages hear nothing."""
+        self._abandoned = why
+        self.fail_requests(why)
+        self.settled.set()
+        self.over.set()
 
     def fail_requests(self, error: SwarmError) -> None:
         for stream in self.requests.values():

@@ -38,6 +38,8 @@ RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 REFUSED_S = 15.0
 """The wait where the coordinator refuses this node's name, or knows its identity from another machine: people mend
 that, but one that lost power there is only missed after some seconds."""
+STAND_AGAIN_S = 30.0
+"""The wait where a coordinator did not reach this node; people open ports meanwhile."""
 STEADY_S = 5.0
 """A connection that ends sooner was no success: a coordinator refuses a node's name or identity once both are up."""
 
@@ -55,12 +57,15 @@ class Peer:
         store: ShardStore,
         member: PeerMembership,
         follow: Callable[[], Awaitable[None]] | None = None,
+        stands_at: Sequence[str] = (),
     ) -> None:
-        """`follow` runs while a coordinator is connected: what of this node calls it besides."""
+        """`follow` runs while a coordinator is connected: what of this node calls it besides. `stands_at`: the places
+        where this node can be reached, if it wants to be able to coordinate."""
         self._context = context
         self._coordinators = tuple(coordinators)
         self._member = member
         self._follow = follow
+        self._stands_at = tuple(stands_at)
         self._resources = resources
         self._store = store
         self._hosts: dict[RingId, StageHost] = {}
@@ -124,6 +129,8 @@ class Peer:
         async with roads.to_coordinator("control") as control:
             roads.places = tuple(place for place in self._coordinators if str(place) == control.way.name)
             async with roads.to_coordinator("requests") as requests:
+                for welcome in (control.up.welcome, requests.up.welcome):
+                    await self._member.admit_term(0 if welcome is None else welcome.identity.term)
                 self._context.emit("joined", {"coordinator": control.way.name, "route": requests.way.route})
                 await self._serve_connected(control.up, requests.up)
 
@@ -163,6 +170,8 @@ class Peer:
                 nursery.start_soon(self._read_control, control, nursery)
                 nursery.start_soon(self._outbox.run, requests)
                 nursery.start_soon(self._member.keep_certified, self._outbox.post)
+                if self._stands_at:
+                    nursery.start_soon(self._stand)
                 nursery.start_soon(self._look_for_better, worst((control.route, requests.route)))
                 if self._follow is not None:
                     nursery.start_soon(self._follow)
@@ -173,6 +182,14 @@ class Peer:
             raise _Disconnected(error.message) from error
         finally:
             self._lost()
+
+    async def _stand(self) -> None:
+        """Ask to be able to coordinate: once to say where this node is now, and again until it is."""
+        self._outbox.post(self._member.stand(self._stands_at))
+        while True:
+            await trio.sleep(STAND_AGAIN_S)
+            if not self._member.seated:
+                self._outbox.post(self._member.stand(self._stands_at))
 
     async def _look_for_better(self, route: str) -> None:
         """Come back by a better road as soon as one is open and nothing is held that would end with this one."""
@@ -202,6 +219,8 @@ class Peer:
         async for frame in control:
             if frame.kind == "revoked":
                 self._member.take_revoked(unpack_body(frame.body))
+            elif frame.kind == "places":
+                self._coordinators = self._member.take_places(unpack_body(frame.body))
             elif frame.kind == "relay_offer":
                 nursery.start_soon(self._answer_relay, frame.header["call"])
         raise LinkBroken("the coordinator closed the connection")
@@ -214,12 +233,21 @@ class Peer:
 
     def _take(self, frame: Frame, nursery: trio.Nursery) -> None:
         """One frame of the coordinator; only a load starts anything new."""
+        if frame.kind == "load" or frame.kind in RING_COMMANDS - {"open"}:
+            self._member.check_term(frame.header.get("term", 0))
         if frame.kind == "load":
             holding = self._holding or nursery
             holding.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
             return
         if frame.kind == "issued":
             self._coordinators = self._member.take_issued(unpack_body(frame.body)) or self._coordinators
+            return
+        if frame.kind == "seat":
+            self._member.take_seat(unpack_body(frame.body))
+            self._context.emit("seated", {"name": self._context.identity.name, "places": list(self._stands_at)})
+            return
+        if frame.kind == "no_seat":
+            self._context.emit("seat_refused", {"name": self._context.identity.name, "why": frame.header["message"]})
             return
         if frame.kind == "logs":
             self._outbox.post(self._logs.answer(frame, self._hosts.values()))

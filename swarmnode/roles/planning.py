@@ -69,6 +69,8 @@ def check_architecture(registry: Registry, manifest: Manifest, options: LoadOpti
     entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
     if entry is None or entry.size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
+    if manifest not in registry.here():
+        return  # its files are on other machines, which look when they load
     try:
         config = json.loads(registry.file_path(manifest.id, entry).read_bytes())
     except ValueError as error:

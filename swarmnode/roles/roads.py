@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
-from swarmnode.wire.address import Address, ApiUrl
+from swarmnode.wire.address import Address, ApiUrl, parse_place
 from swarmnode.wire.dialing import Dialed, Way, dial_best
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import NO_OPTIONS, Channel, Link, LinkOptions
@@ -67,6 +67,13 @@ class Roads:
             raise LinkBroken(f"of the routes {', '.join(self._routes)} none leads from one peer to another")
         async with dial_best(ways) as dialed:
             yield dialed
+
+    def to_voter(self, node: NodeId, places: Sequence[str]) -> Sequence[Way[Channel]]:
+        """The ways to another node that may coordinate: straight ones only, as it was dialled back before it could."""
+        options = LinkOptions(node=node)
+        addresses = [place for place in map(parse_place, places) if isinstance(place, Address)]
+        dial = self._transport.dial
+        return [Way(DIRECT, partial(dial, at, "votes", self._identity, options), str(at)) for at in addresses]
 
     async def better_to_peer(self, node: NodeId, addresses: Sequence[Address], kind: str, route: str) -> bool:
         """Whether another peer answers by a better route now. The channel that finds out names no ring: the peer says

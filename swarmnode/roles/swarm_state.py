@@ -1,72 +1,121 @@
-"""The coordinator's document on disk: who may still join, who is in, who was removed, and the rings that run."""
+"""The swarm's document in a coordinator's hands: a change counts when a majority of the voters has it on disk."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
-from swarmnode.cluster.join_book import JoinBook
-from swarmnode.cluster.node_book import NodeBook
 from swarmnode.errors import InvalidRequest
-from swarmnode.private_files import read_bounded, write_private
+from swarmnode.roles.swarm_document import SwarmDocument, decode_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from swarmnode.catalog.manifest import Manifest
+    from swarmnode.cluster.election_messages import Entry
+    from swarmnode.cluster.join_book import JoinBook
+    from swarmnode.cluster.node_book import NodeBook
+    from swarmnode.cluster.token_book import TokenBook
+    from swarmnode.cluster.voter_book import VoterBook
+    from swarmnode.ids import NodeId
 
 T = TypeVar("T")
-FORMAT = 1
-MAX_FILE_BYTES = 4 << 20
-"""Ten thousand nodes with four serials each take about 3 MiB."""
+
+
+class Replica(Protocol):
+    """Where the document is kept, on however many machines: a `voting.Voting`."""
+
+    @property
+    def entry(self) -> Entry:
+        """The latest version."""
+
+    async def write(self, document: bytes, expected: int, voters: tuple[NodeId, ...] | None = None) -> None:
+        """See `voting.Voting.write`."""
 
 
 class SwarmState:
-    """A change is on disk (temp file, fsync, rename) before it is answered, and takes effect only then."""
+    """One change at a time; whatever a change raises leaves everything as it was."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises InvalidRequest for a damaged file: an unreadable list of removed nodes must not let them in."""
-        self._path = path
+    def __init__(self, replica: Replica) -> None:
+        """Raises InvalidRequest for a damaged document."""
+        self._replica = replica
         self._changing = trio.Lock()
-        self.version, self.joins, self.nodes, self.rings = _read(path)
+        try:
+            self._document = decode_document(replica.entry.document)
+        except ValueError as error:
+            raise InvalidRequest(f"the swarm's document cannot be read ({error}); restore it") from error
+
+    @property
+    def joins(self) -> JoinBook:
+        return self._document.joins
+
+    @property
+    def nodes(self) -> NodeBook:
+        return self._document.nodes
+
+    @property
+    def seats(self) -> VoterBook:
+        """The nodes that may coordinate."""
+        return self._document.voters
+
+    @property
+    def voters(self) -> tuple[NodeId, ...]:
+        """Those of them that vote."""
+        return self._replica.entry.voters
+
+    @property
+    def tokens(self) -> TokenBook:
+        return self._document.tokens
+
+    @property
+    def models(self) -> Mapping[str, Manifest]:
+        return self._document.models
+
+    @property
+    def rings(self) -> Sequence[Mapping[str, Any]]:
+        return self._document.rings
+
+    @property
+    def version(self) -> int:
+        return self._replica.entry.version
 
     async def change(self, edit: Callable[[JoinBook, NodeBook], T]) -> T:
-        """Apply `edit` to copies and keep them; whatever it raises leaves everything as it was."""
+        """Apply `edit` to copies of the books and keep them."""
+        return await self._edit(lambda draft: edit(draft.joins, draft.nodes))
+
+    async def change_seats(self, edit: Callable[[VoterBook, NodeBook], T]) -> T:
+        """The same, for who may coordinate."""
+        return await self._edit(lambda draft: edit(draft.voters, draft.nodes))
+
+    async def change_voters(self, voters: tuple[NodeId, ...]) -> None:
+        """Who votes from now on."""
         async with self._changing:
-            joins, nodes = JoinBook(self.joins.records()), NodeBook(self.nodes.records())
-            result = edit(joins, nodes)
-            await self._keep(joins, nodes, self.rings)
-            return result
+            await self._replica.write(self._replica.entry.document, self.version, voters)
+
+    async def keep_tokens(self, tokens: TokenBook) -> None:
+        await self._put(tokens=tokens)
+
+    async def keep_models(self, models: Mapping[str, Manifest]) -> None:
+        await self._put(models=models)
 
     async def keep_rings(self, rings: Sequence[Mapping[str, Any]]) -> None:
-        """The records of all rings that a coordinator should find again after a restart; what is kept already is not
-        written again."""
+        """The records of all rings that whoever coordinates next should find again."""
+        await self._put(rings=tuple(rings))
+
+    async def _put(self, **parts: object) -> None:
+        """What is kept already is not written again."""
         async with self._changing:
-            if list(rings) != list(self.rings):
-                await self._keep(self.joins, self.nodes, tuple(rings))
+            if any(getattr(self._document, name) != value for name, value in parts.items()):
+                await self._keep(self._document.with_parts(parts))
 
-    async def _keep(self, joins: JoinBook, nodes: NodeBook, rings: tuple[Mapping[str, Any], ...]) -> None:
-        document = {
-            "format": FORMAT,
-            "version": self.version + 1,
-            "joins": joins.as_json(),
-            "nodes": nodes.as_json(),
-            "rings": list(rings),
-        }
-        data = json.dumps(document, indent=1).encode()
-        await trio.to_thread.run_sync(write_private, self._path, data)
-        self.version, self.joins, self.nodes, self.rings = self.version + 1, joins, nodes, rings
+    async def _edit(self, edit: Callable[[SwarmDocument], T]) -> T:
+        async with self._changing:
+            draft = self._document.draft()
+            result = edit(draft)
+            await self._keep(draft)
+            return result
 
-
-def _read(path: Path) -> tuple[int, JoinBook, NodeBook, tuple[Mapping[str, Any], ...]]:
-    try:
-        document = json.loads(read_bounded(path, MAX_FILE_BYTES))
-        if document["format"] != FORMAT:
-            raise ValueError(f"its format is {document['format']!r:.20}, this program reads {FORMAT}")
-        joins, nodes = JoinBook.from_json(document["joins"]), NodeBook.from_json(document["nodes"])
-        return int(document["version"]), joins, nodes, tuple(document.get("rings", ()))
-    except FileNotFoundError:
-        return 0, JoinBook(), NodeBook(), ()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"the swarm's document {path} cannot be read ({error!r:.200}); restore it") from error
+    async def _keep(self, document: SwarmDocument) -> None:
+        await self._replica.write(document.encode(), self.version)
+        self._document = document

@@ -14,7 +14,7 @@ from swarmnode.errors import InvalidRequest
 from swarmnode.private_files import read_bounded, write_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from swarmnode.cluster.token_book import Scope, TokenRecord
@@ -27,11 +27,20 @@ MAX_FILE_BYTES = 1 << 20
 class TokenStore:
     """Implements `api.auth.Tokens`. A change is on disk before it is answered, and takes effect only then."""
 
-    def __init__(self, path: Path, *, required: bool, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        required: bool,
+        clock: Callable[[], float] = time.time,
+        share: Callable[[TokenBook], Awaitable[None]] | None = None,
+    ) -> None:
         """Read `path`; raises InvalidRequest where it is damaged: an unreadable list must not mean an open API.
 
-        `required` enforces tokens even while there are none. `clock` gives Unix seconds.
+        `required` enforces tokens even while there are none. `clock` gives Unix seconds. `share` brings a change to
+        the other voters, before it is on this disk.
         """
+        self._share = share
         self._path = path
         self._required = required
         self._clock = clock
@@ -68,7 +77,22 @@ class TokenStore:
             watcher(record.id)
         return record
 
+    async def take(self, book: TokenBook) -> None:
+        """Replace them all by what the swarm's voters agreed on."""
+        async with self._changing:
+            if book != self._book:
+                await self._write(book)
+
+    @property
+    def book(self) -> TokenBook:
+        return self._book
+
     async def _keep(self, book: TokenBook) -> None:
+        if self._share is not None:
+            await self._share(book)
+        await self._write(book)
+
+    async def _write(self, book: TokenBook) -> None:
         """In a thread: an fsync can take a disk's second. Once begun it is not abandoned."""
         text = json.dumps({"version": VERSION, "tokens": book.as_json()}, indent=1)
         await trio.to_thread.run_sync(write_private, self._path, text.encode())

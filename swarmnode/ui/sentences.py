@@ -50,8 +50,23 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
         case "ring_over":
             why = f": {values['error']}" if values.get("error") else ""
             return f"{values['model']} is no longer loaded{why}"
+        case "coordinating":
+            return f"this node coordinates the swarm now (term {values['term']})"
+        case "resigned":
+            return "this node does not coordinate the swarm any more"
+        case "seated":
+            return f"{values['name']} may coordinate the swarm when it is needed"
+        case "seat_refused":
+            return f"{values['name']} may not coordinate the swarm: {values['why']}"
+        case "voters_changed":
+            return f"who coordinates is decided by {_names(values['voters'])}"
         case _:
             return f"{event} " + ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _names(voters: object) -> str:
+    names = [plain(str(name)) for name in voters] if isinstance(voters, list) else []
+    return ", ".join(names) + (" alone" if len(names) == 1 else "")
 
 
 def _sources(came: object) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from swarmnode.ui import quantities
 from swarmnode.ui.fitted_table import FittedTable
+from swarmnode.ui.plain_text import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,6 +59,9 @@ def ps_view(answer: Mapping[str, Any]) -> RenderableType:
     """`GET /api/v1/nodes`: the nodes, then every ring with its stages, or why it is gone."""
     rings = [*(answer.get("rings") or []), *(answer.get("lost") or [])]
     parts: list[RenderableType] = [_nodes_table(answer)]
+    voters = answer.get("voters") or []
+    if len(voters) > 1:
+        parts += [Text(), Text(f"who coordinates is decided by {', '.join(map(plain, map(str, voters)))}")]
     for ring in rings:
         parts += [Text(), status_view(ring)]
     if not rings:

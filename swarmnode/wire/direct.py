@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from swarmnode.wire.certificates import NodeCertificate
-    from swarmnode.wire.link import Channel, ChannelHandler, Identity, LinkOptions
+    from swarmnode.wire.link import Channel, ChannelHandler, Identity, LinkOptions, Standing
     from swarmnode.wire.tls import SwarmTls
     from swarmnode.wire.traffic import Traffic
 
@@ -78,12 +78,13 @@ class DirectTransport:
         identity: Identity,
         *,
         traffic: Traffic | None = None,
+        standing: Standing | None = None,
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """See `link.Transport.listen`."""
         address = address if self.tls is not None else require_loopback(address)
         listeners = await _open_listeners(address)
-        self._server = Server(handler, identity, traffic)
+        self._server = Server(handler, identity, traffic, standing)
 
         async def serve(stream: trio.SocketStream) -> None:
             _tune(stream)
@@ -263,8 +264,14 @@ class Crowds:
 class Server:
     """The listener's side of every connection, over whatever stream."""
 
-    def __init__(self, handler: ChannelHandler, identity: Identity, traffic: Traffic | None = None) -> None:
-        self._service = Service(handler, identity, traffic)
+    def __init__(
+        self,
+        handler: ChannelHandler,
+        identity: Identity,
+        traffic: Traffic | None = None,
+        standing: Standing | None = None,
+    ) -> None:
+        self._service = Service(handler, identity, traffic, standing)
 
     async def serve(self, stream: trio.abc.Stream, admission: Admission = OPEN) -> None:
         """One connection, until it ends; nothing that happens on it raises here."""

@@ -32,6 +32,8 @@ MAX_TEXT_CHARS = 16_000
 """Characters of one `text` frame: at four bytes each they still fit a header; a longer text goes in several."""
 MAX_MAP_BODY_BYTES = 16 << 20
 """A structured body: a chat of a million tokens as text, twice over."""
+MAX_DOCUMENT_BYTES = 8 << 20
+"""The swarm's document: ten thousand nodes take 3 MiB, a thousand API tokens and the manifests of models the rest."""
 MAX_CHUNK_BYTES = 1 << 20
 """File bytes in one `data` frame: small enough to show progress on a slow uplink, large enough to fill a fast one."""
 MAX_BODY_DEPTH = 16

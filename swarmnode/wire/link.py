@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swarmnode.wire.frames import Frame
     from swarmnode.wire.traffic import Counts, Traffic
 
-CHANNEL_KINDS = ("control", "requests", "files", "shares", "api", "relay", "steps", "prompts")
+CHANNEL_KINDS = ("control", "requests", "files", "shares", "votes", "api", "relay", "steps", "prompts")
 """Each has a connection of its own, so that nothing small waits behind something big."""
 JOIN_KIND = "join"
 """The one channel for a node that has no certificate yet."""
@@ -34,6 +34,7 @@ SERVED_BY = {
     "requests": "coordinator",
     "files": "coordinator",
     "shares": "peer",
+    "votes": "coordinator",
     "api": "coordinator",
     "relay": "coordinator",
     JOIN_KIND: "coordinator",
@@ -41,6 +42,8 @@ SERVED_BY = {
     "prompts": "peer",
 }
 """The role a listener's certificate must hold: a peer cannot pass for the coordinator."""
+COORDINATOR_KINDS = frozenset(kind for kind, role in SERVED_BY.items() if role == "coordinator") - {"votes"}
+"""Only whoever coordinates now serves these."""
 DIALED_BY = "peer"
 """The role a dialer's certificate must hold."""
 PROTOCOL = (1, 1)
@@ -166,6 +169,9 @@ class Channel(ABC):
 
 
 if TYPE_CHECKING:
+    Standing = Callable[[str], int]
+    """Asked for each channel's kind before WELCOME: the coordinator's term as this node knows it, or the error that
+    turns the channel down."""
     ChannelHandler = Callable[[str, Hello, Channel], Awaitable[None]]
     """Serves one channel: (channel kind, hello, channel). Returning ends the channel in good order;
     a SwarmError ends it and is raised at the other side, too."""
@@ -236,6 +242,7 @@ class Transport(Protocol):
         identity: Identity,
         *,
         traffic: Traffic | None = None,
+        standing: Standing | None = None,
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serve channels until cancelled; started with the address that was bound (port 0: any free one)."""

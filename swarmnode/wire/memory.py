@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from swarmnode.wire.frames import Frame
-    from swarmnode.wire.link import ChannelHandler, Identity, LinkOptions
+    from swarmnode.wire.link import ChannelHandler, Identity, LinkOptions, Standing
     from swarmnode.wire.traffic import Traffic
 
 _FIRST_FREE_PORT = 40_000
@@ -190,11 +190,12 @@ class MemoryNetwork:
         identity: Identity,
         *,
         traffic: Traffic | None = None,
+        standing: Standing | None = None,
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         address = self._bind(address)
         async with open_flat_nursery() as nursery:
-            self._listening[address] = Service(handler, identity, traffic), nursery
+            self._listening[address] = Service(handler, identity, traffic, standing), nursery
             try:
                 task_status.started(address)
                 await trio.sleep_forever()

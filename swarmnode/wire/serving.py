@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import MAX_MESSAGE_CHARS, InternalError, SwarmError
@@ -13,7 +13,7 @@ from swarmnode.wire.nursery import alone
 from swarmnode.wire.traffic import Route
 
 if TYPE_CHECKING:
-    from swarmnode.wire.link import Channel, ChannelHandler, Identity, Parameters
+    from swarmnode.wire.link import Channel, ChannelHandler, Identity, Parameters, Standing
     from swarmnode.wire.traffic import Traffic
 
 _log = logging.getLogger(__name__)
@@ -26,16 +26,20 @@ class Service:
     handler: ChannelHandler
     identity: Identity
     traffic: Traffic | None
+    standing: Standing | None = None
 
     async def serve(self, channel: Channel) -> None:
         """Run one channel to its end. Nothing is raised: a handler's failure must not end the listener."""
         async with channel:
             try:
-                hello = await answer(channel, self.identity)
+                hello = await answer(channel, self._identity_on(channel.kind))
                 count(channel, hello.identity, hello.parameters, self.traffic)
                 await self.handler(channel.kind, hello, channel)
             except Exception as raised:
                 _refuse(channel, _reason(channel, alone(raised)))
+
+    def _identity_on(self, kind: str) -> Identity:
+        return self.identity if self.standing is None else replace(self.identity, term=self.standing(kind))
 
 
 def _reason(channel: Channel, error: BaseException) -> SwarmError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from swarmnode.cluster.voter_book import MAX_VOTERS
 from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.wire import limits
 from swarmnode.wire.routes import ROUTES
@@ -23,7 +24,7 @@ KIND_KEY = "k"
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 """dtypes a tensor may have on the wire, with bytes per element."""
 
-BodyRule = Literal["none", "map", "raw", "tensor"]
+BodyRule = Literal["none", "map", "raw", "document", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ BODY_LIMITS: Mapping[BodyRule, int] = {
     "none": 0,
     "map": limits.MAX_MAP_BODY_BYTES,
     "raw": limits.MAX_CHUNK_BYTES,
+    "document": limits.MAX_DOCUMENT_BYTES,
     "tensor": limits.MAX_BODY_BYTES,
 }
 
@@ -91,6 +93,7 @@ _ID = Text(64)
 _COUNT = Int(0, 2**63 - 1)
 _SMALL = Int(0, 2**31 - 1)
 _POS = Int(0, 2**31 - 1)
+_MARK = Ints(2, 2, 0, 2**63 - 1)
 _EPOCH = Ints(2, 2, 0, 2**53 - 1)
 _STAGE = Int(0, limits.MAX_STAGES - 1)
 _MESSAGE = Text(MAX_MESSAGE_CHARS)
@@ -132,6 +135,8 @@ _TIMES = (_maybe("ms", Numbers(limits.MAX_STAGES)), _maybe("wait_ms", Number()))
 _ERROR = (_key("code", _CODE), _key("message", _MESSAGE))
 _RING_STAGE = (_key("ring", _ID), _key("stage", _STAGE))
 _PROGRESS = (_key("phase", Text(32)), _key("done", _COUNT), _key("total", _COUNT))
+_TERM = _maybe("term", _COUNT)
+"""Of the coordinator that says it; without one, the first of all."""
 _CHANNEL_PARAMETERS = (_maybe("ring", _ID), _maybe("epoch", _EPOCH), _maybe("lane", _LANE), _maybe("stage", _STAGE))
 
 
@@ -219,17 +224,28 @@ def _request_kinds() -> tuple[Kind, ...]:
 def _load_kinds() -> tuple[Kind, ...]:
     ring = _key("ring", _ID)
     return (
-        _kind("load", "load", (ring, _key("epoch", _EPOCH), _key("stage", _STAGE)), "map"),
-        _kind("unload", "load", (ring,)),
-        _kind("link", "load", (ring, _maybe("epoch", _EPOCH), _maybe("stage", _STAGE)), "map"),
+        _kind("load", "load", (ring, _key("epoch", _EPOCH), _key("stage", _STAGE), _TERM), "map"),
+        _kind("unload", "load", (ring, _TERM)),
+        _kind("link", "load", (ring, _maybe("epoch", _EPOCH), _maybe("stage", _STAGE), _TERM), "map"),
         _kind("linked", "load", (*_RING_STAGE, _maybe("epoch", _EPOCH)), "map"),
-        _kind("probe_ring", "load", (ring,), "map"),
+        _kind("probe_ring", "load", (ring, _TERM), "map"),
         _kind("probed", "load", (ring, _key("ms", Number()))),
         _kind("progress", "load", (*_RING_STAGE, *_PROGRESS)),
         _kind("stage_ready", "load", _RING_STAGE, "map"),
         _kind("stage_failed", "load", (*_RING_STAGE, *_ERROR)),
         _kind("unloaded", "load", _RING_STAGE),
         _kind("gauges", "load", _RING_STAGE, "map"),
+    )
+
+
+def _votes_kinds() -> tuple[Kind, ...]:
+    term, mark = _key("term", _COUNT), _key("mark", _MARK)
+    voters = _maybe("voters", Texts(MAX_VOTERS, 64))
+    return (
+        _kind("ask_vote", "votes", (term, _key("last", _MARK), _key("pre", Flag()))),
+        _kind("vote", "votes", (term, _key("granted", Flag()), _key("pre", Flag()))),
+        _kind("append", "votes", (term, mark, _key("committed", _MARK), voters), "document"),
+        _kind("appended", "votes", (term, mark)),
     )
 
 
@@ -250,6 +266,10 @@ def _join_kinds() -> tuple[Kind, ...]:
         _kind("renew", "join", (), "map"),
         _kind("issued", "join", (), "map"),
         _kind("revoked", "join", (), "map"),
+        _kind("places", "join", (), "map"),
+        _kind("stand", "join", (), "map"),
+        _kind("seat", "join", (), "map"),
+        _kind("no_seat", "join", (_key("message", _MESSAGE),)),
     )
 
 
@@ -297,6 +317,7 @@ KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kinds in (
         _link_kinds(),
+        _votes_kinds(),
         _ring_kinds(),
         _request_kinds(),
         _load_kinds(),

@@ -52,8 +52,10 @@ class SwarmTls:
         self._live: dict[NodeId, set[trio.CancelScope]] = {}
         self.use(files)
 
-    def use(self, files: CredentialFiles) -> None:
-        """Take these files for every new connection (after a renewal); those that are up go on."""
+    def use(self, files: CredentialFiles, *, enrolment: bool | None = None) -> None:
+        """Take these files for every new connection (after a renewal); those that are up go on. `enrolment`: as in the
+        constructor, from now on."""
+        self._enrolment = self._enrolment if enrolment is None else enrolment
         self._client = _client_context(files)
         self._server = _server_context(files, enrolment=self._enrolment)
 

@@ -19,6 +19,7 @@ LONGEST_FRAME_BYTES: Mapping[str, int] = {
     "requests": limits.MAX_HEADER_BYTES + limits.MAX_MAP_BODY_BYTES,
     "files": limits.MAX_HEADER_BYTES + limits.MAX_CHUNK_BYTES,
     "shares": limits.MAX_HEADER_BYTES + limits.MAX_CHUNK_BYTES,
+    "votes": limits.MAX_HEADER_BYTES + limits.MAX_DOCUMENT_BYTES,
     "api": limits.MAX_HEADER_BYTES + limits.MAX_HTTP_BYTES,
     "relay": limits.MAX_HEADER_BYTES + limits.MAX_CHUNK_BYTES,
     "steps": limits.MAX_FRAME_BYTES,

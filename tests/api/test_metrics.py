@@ -108,7 +108,8 @@ def test_rings_stages_lanes_links_and_peers() -> None:
 
 def test_a_swarm_without_anything_has_its_names_all_the_same() -> None:
     found = Samples(exposition([], {}))
-    assert [name for name, _ in found] == ["swarmnode_build_info", "swarmnode_relay_tunnels"]
+    names = ["swarmnode_build_info", "swarmnode_voters", "swarmnode_election_term", "swarmnode_relay_tunnels"]
+    assert [name for name, _ in found] == names
 
 
 async def test_over_http(gateway: Any) -> None:

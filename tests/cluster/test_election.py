@@ -18,6 +18,7 @@ from swarmnode.cluster.election_messages import (
     Entry,
     Following,
     ForceAlone,
+    Learners,
     Persist,
     ProposalRefused,
     Propose,
@@ -33,7 +34,7 @@ from swarmnode.ids import NodeId
 if TYPE_CHECKING:
     from swarmnode.cluster.election_messages import Effect, VoterMessage
 
-A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+A, B, C, D = NodeId("a"), NodeId("b"), NodeId("c"), NodeId("d")
 CALM = Weather(loss=0.0, double=0.0, late=0.0, crash_after_write=0.0)
 
 
@@ -188,6 +189,47 @@ def test_two_voters_do_not_go_on_alone_unless_told() -> None:
     election.receive(ForceAlone(), 30.0)
     assert election.coordinates
     assert election.voters == (A,)
+
+
+def test_a_lone_voter_takes_in_two_at_once_and_then_needs_one_of_them() -> None:
+    """Whoever holds the majority of one can only be it; so no majority of three can form behind its back."""
+    election = voter(A)
+    election.handle_timer(0.0)
+    assert election.coordinates
+    election.receive(Propose(b"d", 1, (A, B, C)), 0.1)
+    assert (election.voters, election.committed) == ((A, B, C), (1, 1))
+    arrive(election, B, Appended(1, (1, 2)), 0.2)
+    assert election.committed == (1, 2)
+    election.receive(Propose(b"d", 2, (A,)), 0.3)
+    assert isinstance(election.events()[-1], ProposalRefused), "not back in one step: two of three would know nothing"
+
+
+def test_learners_are_given_everything_and_count_for_nothing() -> None:
+    election = voter(A)
+    election.receive(Learners(frozenset({A, D})), 0.0)
+    election.handle_timer(0.0)
+    written = [effect for effect in election.outgoing() if isinstance(effect, SendTo)]
+    assert [(effect.node, effect.message.entry) for effect in written] == [(D, election.entry)]  # type: ignore[union-attr]
+    assert election.committed == (1, 1), "without its answer"
+    assert not election.up_to_date(0.1)
+    arrive(election, D, Appended(1, (1, 1)), 0.2)
+    assert election.up_to_date(0.3) == {D}
+    assert not election.up_to_date(0.2 + QUORUM_S), "it has not answered for long"
+    election.receive(Propose(b"d", 1), 5.0)
+    assert not election.up_to_date(5.0), "it lacks the last change"
+
+
+def test_a_forced_promotion_leaves_no_term_to_share() -> None:
+    """The one that was given up for lost comes back, and elects itself as it knows of no other voter."""
+    forced, lost = voter(A, D), Election(D, Stored(0, None, Entry(0, 0, (D,), b"")), 0.0, lambda: 0.0)
+    forced.receive(ForceAlone(), 0.0)
+    lost.handle_timer(0.0)
+    assert forced.coordinates
+    assert lost.coordinates, "each is the only voter that it knows of"
+    assert lost.term < forced.term
+    arrive(lost, A, Append(forced.term, forced.entry.mark, forced.committed, forced.entry), 1.0)
+    assert not lost.coordinates
+    assert lost.voters == (A,)
 
 
 def test_a_node_that_is_no_voter_never_asks() -> None:

@@ -72,6 +72,15 @@ def asked(rng: random.Random) -> Ask:
     return Ask(MODEL, text, stream, max_tokens, (), after)
 
 
+GROWING = Ask(MODEL, "a long one " + "y" * 1200, True, None, (), 150)
+"""Two of these are let in together, and cannot both grow to where their clients leave."""
+
+
+def be_first(api: str, tally: Tally) -> None:
+    with httpx.Client(base_url=api, timeout=REQUEST_S, trust_env=False) as http:
+        answer(http, GROWING, tally)
+
+
 def be_a_client(api: str, rng: random.Random, tally: Tally) -> None:
     with httpx.Client(base_url=api, timeout=REQUEST_S, trust_env=False) as http:
         for _ in range(REQUESTS):
@@ -83,17 +92,20 @@ def test_sixteen_clients_in_little_memory_leave_nothing(tight_swarm: Swarm) -> N
     status = swarm.load(MODEL)
     assert len(status["stages"]) == STAGES
     assert 2048 <= status["kv_tokens"] <= KV_TOKENS
-    clients = [
+    first = [threading.Thread(target=be_first, args=(swarm.local.api, tally)) for _ in range(2)]
+    for client in first:
+        client.start()
+    wait_until(lambda: swarm.status(MODEL)["pauses"] > 0, "the budget is tight, and somebody pauses")
+    clients = first + [
         threading.Thread(target=be_a_client, args=(swarm.local.api, random.Random(seed), tally))
         for seed in range(CLIENTS)
     ]
-    for client in clients:
+    for client in clients[len(first) :]:
         client.start()
     for client in clients:
         client.join()
     assert tally.wrong == []
-    assert tally.outcomes.total() == CLIENTS * REQUESTS
+    assert tally.outcomes.total() == CLIENTS * REQUESTS + len(first)
     assert tally.outcomes.keys() == {"replied", "streamed", "left", "stage_failed"}
     wait_until(lambda: swarm.quiet(MODEL), "nothing is held but what is parked")
-    assert swarm.status(MODEL)["pauses"] > 0, "nobody was paused: the budget was not tight"
     assert swarm.status(MODEL)["kv_parked_tokens"] <= status["kv_tokens"]

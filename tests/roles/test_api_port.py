@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.config import read_settings
 from swarmnode.errors import InvalidRequest
-from swarmnode.roles.api_port import ApiOptions, open_tokens
+from swarmnode.roles.api_port import ApiOptions, check_closed, open_tokens
 from swarmnode.wire.address import Address
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ def test_a_reachable_port_stays_closed_when_its_last_token_goes(tmp_path: Path) 
     settings = read_settings(tmp_path, {})
     reachable = ApiOptions(Address("0.0.0.0", 0))
     with pytest.raises(InvalidRequest, match="token-create"):
-        open_tokens(reachable, settings)
+        check_closed(reachable, settings)
     closed = read_settings(tmp_path, {"SWARM_REQUIRE_API_TOKEN": "1"})
+    check_closed(reachable, closed)
     assert open_tokens(reachable, closed).enforced()
     assert not open_tokens(ApiOptions(Address("0.0.0.0", 0), insecure_open=True), settings).enforced()
     assert not open_tokens(ApiOptions(Address("127.0.0.1", 0)), settings).enforced()
@@ -32,6 +33,7 @@ async def test_a_reachable_port_with_tokens_is_enforced_without_them(tmp_path: P
 
     settings = read_settings(tmp_path, {})
     record, _ = await open_tokens(ApiOptions(Address("127.0.0.1", 0)), settings).issue("mine", Scope.READ, None)
+    check_closed(ApiOptions(Address("0.0.0.0", 0)), settings)
     reachable = open_tokens(ApiOptions(Address("0.0.0.0", 0)), settings)
     await reachable.revoke(record.id)
     assert reachable.enforced()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 import trio.testing
+from kept_alone import state_at
 
 from swarmnode.cluster.join_book import BURST_ATTEMPTS, REFUSED
 from swarmnode.cluster.join_token import JoinToken, parse_join_token
@@ -31,7 +32,6 @@ from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, Enrolment, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
-from swarmnode.roles.swarm_state import SwarmState
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -68,7 +68,7 @@ class House:
         self.authority = SwarmAuthority.open(self.kept, clock())
         certify_self(self.authority, self.kept, BOTH, clock())
         self.tls = SwarmTls(self.kept.files, enrolment=True)
-        self.state = SwarmState(folder / "coordinator" / "swarm.json")
+        self.state = state_at(folder / "coordinator" / "swarm.json")
         me = NodeRecord(self.kept.node, "house", math.inf)
         self.enrolment = Enrolment(self.authority, self.state, self.tls, ("127.0.0.1:7700",), clock, me)
 
@@ -229,7 +229,7 @@ async def test_a_member_keeps_to_the_rule_for_names_after_it_joined(house: House
             await house.enrolment.note_name(attic.node, name)
     await house.enrolment.note_name(attic.node, "loft")
     assert house.enrolment.name_of(attic.node) == "loft"
-    assert SwarmState(house.folder / "coordinator" / "swarm.json").nodes.records()[0].name == "loft"
+    assert state_at(house.folder / "coordinator" / "swarm.json").nodes.records()[0].name == "loft"
 
 
 async def test_of_two_nodes_that_want_a_name_at_once_one_gets_it(house: House) -> None:
@@ -281,7 +281,7 @@ def test_a_damaged_document_stops_the_start(tmp_path: Path, text: str) -> None:
     path = tmp_path / "swarm.json"
     path.write_text(text)
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        SwarmState(path)
+        state_at(path)
 
 
 async def test_a_change_that_fails_changes_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ async def test_a_change_that_fails_changes_nothing(house: House, monkeypatch: py
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("swarmnode.roles.swarm_state.write_private", full)
+    monkeypatch.setattr("swarmnode.roles.ballot.write_private", full)
     with pytest.raises(OSError, match="space"):
         await house.state.change(lambda joins, _: joins.redeem(token.id, token.secret, "x", house.clock()))
     assert (house.state.version, house.state.joins.records()) == before
@@ -353,7 +353,7 @@ async def test_a_machine_in_the_middle_with_the_real_ca_certificate_learns_nothi
             request = certs.new_request(false.kept.key)
             false.kept.renew(real.authority.issue(request, roles, real.clock()))
             false.tls.use(false.kept.files)
-        monkeypatch.setattr(false.enrolment, "_authority", real.authority)
+        monkeypatch.setattr(false.enrolment, "authority", real.authority)
         monkeypatch.setattr(false.enrolment, "_admit", partial(heard.append))
         address = await nursery.start(serve_joins, false)
         token = replace(await real.token(), addresses=(str(address),))

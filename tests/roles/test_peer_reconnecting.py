@@ -34,6 +34,9 @@ class NoMembership:
     async def keep_certified(self, post: Any) -> None:
         await trio.sleep_forever()
 
+    async def admit_term(self, term: int) -> None:
+        assert term == 0
+
 
 class Watched:
     """A peer on virtual time whose coordinator keeps every connection for `keep_s`, and when it came."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarmnode.roles.swarm_state import SwarmState
+from kept_alone import state_at
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 async def test_rings_that_are_kept_already_are_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "swarm.json"
-    state = SwarmState(path)
+    state = state_at(path)
     await state.keep_rings([{"ring": "r", "peers": ["attic", "cellar"]}])
     written, version = path.stat().st_ino, state.version  # every write puts a new file in its place
     await state.keep_rings([{"ring": "r", "peers": ["attic", "cellar"]}])
-    again = SwarmState(path)
+    again = state_at(path)
     await again.keep_rings([{"ring": "r", "peers": ["attic", "cellar"]}])
     assert (path.stat().st_ino, state.version, again.version) == (written, version, version)
     await state.keep_rings([])
-    assert (SwarmState(path).rings, SwarmState(path).version) == ((), version + 1)
+    assert (state_at(path).rings, state_at(path).version) == ((), version + 1)

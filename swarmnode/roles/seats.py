@@ -1,0 +1,117 @@
+"""Who may coordinate besides this coordinator: those that ask, are reached from here, and get the swarm's key."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.cluster.voter_book import Seated, next_voters
+from swarmnode.errors import Conflict, Forbidden, NoSpace, NotCoordinator, ProtocolError, SwarmError
+from swarmnode.roles.enrolment import VOTER_ROLES, bytes_of
+from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import parse_place
+from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from swarmnode.cluster.node_book import NodeBook
+    from swarmnode.cluster.voter_book import VoterBook
+    from swarmnode.ids import NodeId
+    from swarmnode.roles.dialing_back import DialBacks
+    from swarmnode.roles.enrolment import Enrolment
+    from swarmnode.roles.swarm_state import SwarmState
+    from swarmnode.roles.voting import Voting
+    from swarmnode.wire.link import Hello
+
+CHECK_S = 0.5
+"""How soon a node that holds everything gets its vote."""
+MAX_PLACES = 8
+
+_log = logging.getLogger(__name__)
+
+
+class Seats:
+    """`run` it while this node coordinates; `stand` answers a node that wants to be able to."""
+
+    def __init__(
+        self,
+        me: Seated,
+        state: SwarmState,
+        voting: Voting,
+        enrolment: Enrolment,
+        dial_backs: DialBacks,
+        *,
+        admits: bool,
+        emit: Callable[[str, Mapping[str, object]], None],
+        told: Callable[[], None],
+    ) -> None:
+        """`admits` False: nobody new comes in. `told` is called when there is somebody new, or at another place."""
+        self._told = told
+        self._me = me
+        self._state = state
+        self._voting = voting
+        self._enrolment = enrolment
+        self._dial_backs = dial_backs
+        self._admits = admits
+        self._emit = emit
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._put_right()
+            except (Conflict, NoSpace, NotCoordinator) as error:  # another change is under way; or it is over here
+                _log.info("the voters stay as they are: %s", error)
+            await trio.sleep(CHECK_S)
+
+    async def _put_right(self) -> None:
+        if self._state.seats.get(self._me.node) != self._me:
+            await self._state.change_seats(lambda seats, _: seats.seat(self._me))
+        seated = frozenset(record.node for record in self._state.seats.records())
+        await self._voting.seat(seated)
+        wanted = next_voters(self._state.voters, self._me.node, seated, self._voting.up_to_date)
+        if wanted is not None:
+            await self._change_voters(wanted)
+
+    async def _change_voters(self, wanted: tuple[NodeId, ...]) -> None:
+        await self._state.change_voters(wanted)
+        names = {record.node: record.name for record in self._state.seats.records()}
+        self._emit("voters_changed", {"voters": [names.get(node, node[:8]) for node in wanted]})
+
+    async def stand(self, hello: Hello, source: str, frame: Frame) -> Frame:
+        """A member asks to be able to coordinate: `seat` with key and certificate, or `no_seat` with why not."""
+        try:
+            body = unpack_body(frame.body)
+            places = _places(body)
+            if not self._admits and self._state.seats.get(hello.identity.node) is None:
+                raise Forbidden("this swarm takes no more voters (SWARM_ADMIT_VOTERS=0 at the coordinator)")
+            await self._dial_backs.dial(hello.identity, source)
+            record = Seated(hello.identity.node, hello.identity.name, places)
+            return await self._seat(record, bytes_of(body, "request"))
+        except SwarmError as error:
+            self._emit("seat_refused", {"name": hello.identity.name, "why": error.message})
+            return Frame("no_seat", {"message": error.message})
+
+    async def _seat(self, record: Seated, request: bytes) -> Frame:
+        if certs.node_id(certs.read_request(request)) != record.node:
+            raise ProtocolError(f"node {record.node:.8} asked for the certificate of another")
+        certificate, key = self._enrolment.authority.seat(request, VOTER_ROLES, self._enrolment.now)
+
+        def edit(seats: VoterBook, nodes: NodeBook) -> bool:
+            nodes.issued(record.node, record.name, certs.read_certificate(certificate).ends_s, self._enrolment.keeper)
+            return seats.seat(record)
+
+        if await self._state.change_seats(edit):
+            self._emit("seated", {"name": record.name, "places": list(record.places)})
+            self._told()
+        return Frame("seat", {}, pack_body({"certificate": certs.to_der(certificate), "key": key}))
+
+
+def _places(body: Mapping[str, Any]) -> tuple[str, ...]:
+    places = body.get("places")
+    if not isinstance(places, list) or not 0 < len(places) <= MAX_PLACES:
+        raise ProtocolError(f"a node that is to coordinate names 1 to {MAX_PLACES} places where it answers")
+    return tuple(str(parse_place(str(place))) for place in places)

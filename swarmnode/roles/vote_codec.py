@@ -1,0 +1,47 @@
+"""What voters say to each other, as frames of a `votes` channel."""
+
+from __future__ import annotations
+
+from swarmnode.cluster.election_messages import Append, Appended, AskVote, Entry, Mark, VoteAnswer, VoterMessage
+from swarmnode.errors import ProtocolError
+from swarmnode.ids import NodeId
+from swarmnode.wire.frames import Frame
+
+
+def to_frame(message: VoterMessage) -> Frame:
+    match message:
+        case AskVote():
+            return Frame("ask_vote", {"term": message.term, "last": list(message.last), "pre": message.pre})
+        case VoteAnswer():
+            return Frame("vote", {"term": message.term, "granted": message.granted, "pre": message.pre})
+        case Append():
+            header = {"term": message.term, "mark": list(message.mark), "committed": list(message.committed)}
+            if message.entry is None:
+                return Frame("append", header)
+            return Frame("append", {**header, "voters": list(message.entry.voters)}, message.entry.document)
+        case Appended():
+            return Frame("appended", {"term": message.term, "mark": list(message.mark)})
+
+
+def from_frame(frame: Frame) -> VoterMessage:
+    """Raises ProtocolError for a frame of another kind."""
+    header = frame.header
+    match frame.kind:
+        case "ask_vote":
+            return AskVote(header["term"], _mark(header["last"]), header["pre"])
+        case "vote":
+            return VoteAnswer(header["term"], header["granted"], header["pre"])
+        case "append":
+            mark = _mark(header["mark"])
+            entry = None
+            if "voters" in header:
+                entry = Entry(*mark, tuple(map(NodeId, header["voters"])), bytes(frame.body))
+            return Append(header["term"], mark, _mark(header["committed"]), entry)
+        case "appended":
+            return Appended(header["term"], _mark(header["mark"]))
+        case _:
+            raise ProtocolError(f"a votes channel brought {frame.kind}")
+
+
+def _mark(pair: list[int]) -> Mark:
+    return pair[0], pair[1]

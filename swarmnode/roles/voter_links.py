@@ -1,0 +1,125 @@
+"""A voter's ways to the others: one connection to each, kept up while the document names it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.roles.vote_codec import from_frame, to_frame
+from swarmnode.wire.dialing import Way, dial_best
+from swarmnode.wire.nursery import open_flat_nursery
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from swarmnode.cluster.election_messages import VoterMessage
+    from swarmnode.ids import NodeId
+    from swarmnode.wire.link import Channel
+
+MAX_QUEUED = 8
+"""Messages for a node that reads slowly; the election sends again whatever matters."""
+RETRY_S = (0.2, 0.5, 1.0, 2.0)
+"""Waits between attempts to reach a voter; the last one repeats."""
+
+_log = logging.getLogger(__name__)
+
+
+class VoterLinks:
+    """`run` it; `follow` says whom to keep a link to, `post` sends. Answers come back on the link of the question."""
+
+    def __init__(
+        self,
+        ways: Callable[[NodeId, Sequence[str]], Sequence[Way[Channel]]],
+        take: Callable[[NodeId, VoterMessage], Awaitable[None]],
+    ) -> None:
+        """`ways` are those that lead to a node's places; `take` gets what comes from it."""
+        self._ways = ways
+        self._take = take
+        self._dialed: dict[NodeId, _Dialed] = {}
+        self._answering: dict[NodeId, trio.MemorySendChannel[VoterMessage]] = {}
+        """By node that dialled this one: what goes back to it."""
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async with open_flat_nursery() as self._nursery:
+            task_status.started()
+            await trio.sleep_forever()
+
+    def follow(self, places: Mapping[NodeId, tuple[str, ...]]) -> None:
+        """Keep links to these nodes, at their places, and to no others."""
+        for node in [node for node, dialed in self._dialed.items() if places.get(node) != dialed.places]:
+            self._dialed.pop(node).scope.cancel()
+        for node in places:
+            if node not in self._dialed and self._nursery is not None:
+                dialed = self._dialed[node] = _Dialed(places[node])
+                self._nursery.start_soon(self._keep, node, dialed)
+
+    def post(self, node: NodeId, message: VoterMessage) -> None:
+        """Send a question or a heartbeat; dropped where there is no link, or one that is not read."""
+        if node in self._dialed:
+            _put(self._dialed[node].queue, message)
+
+    def answer(self, node: NodeId, message: VoterMessage) -> None:
+        """Send back to who dialled; dropped where it hung up."""
+        if node in self._answering:
+            _put(self._answering[node], message)
+
+    async def serve(self, node: NodeId, channel: Channel) -> None:
+        """A `votes` channel that another node opened, to its end."""
+        queue, answers = trio.open_memory_channel["VoterMessage"](MAX_QUEUED)
+        self._answering[node] = queue
+        try:
+            await self._exchange(node, channel, answers)
+        finally:
+            if self._answering.get(node) is queue:
+                del self._answering[node]
+
+    async def _keep(self, node: NodeId, dialed: _Dialed) -> None:
+        attempt = 0
+        with dialed.scope:
+            while True:
+                try:
+                    async with dial_best(self._ways(node, dialed.places)) as link:
+                        attempt = 0
+                        await self._exchange(node, link.up, dialed.waiting)
+                except SwarmError as error:
+                    _log.debug("the link to voter %s: %s", node[:8], error)
+                await trio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+                attempt += 1
+                dialed.drop_waiting()
+
+    async def _exchange(self, node: NodeId, channel: Channel, waiting: trio.MemoryReceiveChannel[VoterMessage]) -> None:
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(_send_all, channel, waiting)
+            async for frame in channel:
+                await self._take(node, from_frame(frame))
+            raise LinkBroken("the other voter hung up")
+
+
+class _Dialed:
+    """One node that is kept a link to."""
+
+    def __init__(self, places: tuple[str, ...]) -> None:
+        self.places = places
+        self.scope = trio.CancelScope()
+        self.queue, self.waiting = trio.open_memory_channel["VoterMessage"](MAX_QUEUED)
+
+    def drop_waiting(self) -> None:
+        """What was meant for an earlier moment."""
+        with suppress(trio.WouldBlock):
+            while True:
+                self.waiting.receive_nowait()
+
+
+def _put(queue: trio.MemorySendChannel[VoterMessage], message: VoterMessage) -> None:
+    with suppress(trio.WouldBlock):
+        queue.send_nowait(message)
+
+
+async def _send_all(channel: Channel, waiting: trio.MemoryReceiveChannel[VoterMessage]) -> None:
+    while True:
+        await channel.send(to_frame(await waiting.receive()))

@@ -1,0 +1,171 @@
+"""Three nodes that may coordinate: the coordinator is killed, and the swarm goes on with all that it was told."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+from local_swarms import REPLY, alive, start_swarm, swarmnode, wait_until
+
+from swarmnode.cli.client import ApiClient
+from swarmnode.cli.local_swarm import NodeProcess
+from swarmnode.errors import SwarmError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.e2e
+MODEL = "scripted"
+FAILOVER_S = 20.0
+"""Promised: a new coordinator."""
+SERVED_S = 30.0
+"""Promised: a client that tries again is served, whichever node it asks."""
+
+
+class Voters:
+    """A coordinator, and two peers that may follow it; each has an API port."""
+
+    def __init__(self, folder: Path, models_root: Path) -> None:
+        self.swarm = start_swarm(folder, models_root, peers=0)
+        self.local = self.swarm.local
+        self.names = ("attic", "cellar")
+        self.local.start_peers(*self.names, extra=("--voter", "--api-listen", "127.0.0.1:0"))
+        ports = {name: node.seen for name, node in self.local.peers.items()}
+        self.apis = {
+            name: next(event["api"] for event in seen if event["event"] == "ready") for name, seen in ports.items()
+        }
+        wait_until(lambda: len(self.voters(self.local.api)) == 3, "all three vote")
+        shown = swarmnode("ps", "--api", self.local.api).stdout
+        assert "decided by coordinator, attic, cellar" in shown or "decided by coordinator, cellar, attic" in shown
+
+    def voters(self, api: str, folder: str = "coordinator") -> list[str]:
+        with closing(ApiClient(api, data_dir=self.local.folder / folder)) as client:
+            return list(client.get("/api/v1/nodes")["voters"])
+
+    def coordinator(self) -> str | None:
+        """Which of the two peers coordinates, by its own word."""
+        for name in self.names:
+            seen = [event["event"] for event in self.local.peers[name].seen]
+            if "coordinating" in seen and seen.count("coordinating") > seen.count("resigned"):
+                return name
+        return None
+
+    def admin(self, name: str) -> ApiClient:
+        return ApiClient(self.apis[name], data_dir=self.local.folder / name)
+
+    def close(self) -> None:
+        self.swarm.close()
+
+
+@pytest.fixture
+def voters(tmp_path: Path, models_root: Path) -> Iterator[Voters]:
+    started = Voters(tmp_path, models_root)
+    yield started
+    started.close()
+
+
+def answers(api: str, token: str) -> bool:
+    """One try of a client that repeats itself."""
+    client = openai.OpenAI(base_url=f"{api}/v1", api_key=token, max_retries=0, timeout=10)
+    try:
+        reply = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}])
+    except openai.APIError:
+        return False
+    finally:
+        client.close()
+    return reply.choices[0].message.content == REPLY
+
+
+def test_a_killed_coordinator_has_a_successor_that_takes_everything_over(voters: Voters) -> None:
+    swarm = voters.swarm
+    swarm.load(MODEL, num_stages=2)
+    workers = swarm.worker_pids(MODEL)
+    with closing(voters.local.client()) as admin:
+        token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
+    killed_s = time.monotonic()
+    assert voters.local.coordinator is not None
+    voters.local.coordinator.kill()
+    wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
+    for api in voters.apis.values():
+        wait_until(lambda api=api: answers(api, token), "clients are served", SERVED_S)  # type: ignore[misc]
+    assert time.monotonic() - killed_s < SERVED_S + 10
+    name = voters.coordinator()
+    assert name is not None
+    with closing(voters.admin(name)) as admin:
+        status = admin.get(f"/api/v1/models/{MODEL}/status")
+        assert {stage["peer"]: stage["pid"] for stage in status["stages"]} == workers, "taken over without a load"
+        assert [token["label"] for token in admin.get("/api/v1/api-tokens")["tokens"]] == ["mine"]
+    refused = httpx.get(f"{voters.apis[name]}/v1/models", trust_env=False)
+    assert refused.status_code == 401, "the API stays closed"
+
+
+def test_the_old_coordinator_comes_back_as_one_that_follows(voters: Voters) -> None:
+    swarm = voters.swarm
+    swarm.load(MODEL, num_stages=2)
+    workers = swarm.worker_pids(MODEL)
+    address, api = voters.local.swarm, voters.local.api.removeprefix("http://")
+    assert voters.local.coordinator is not None
+    voters.local.coordinator.kill()
+    wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
+    voters.local.start_coordinator(swarm_listen=address, api_listen=api)
+    wait_until(lambda: answers(voters.local.api, "none"), "its port forwards", SERVED_S)
+    events = [event["event"] for event in voters.local.coordinator.seen]
+    assert "coordinating" not in events
+    name = voters.coordinator()
+    assert name is not None
+    with closing(voters.admin(name)) as admin:
+        assert len(admin.get("/api/v1/nodes")["voters"]) == 3
+        admin.post(f"/api/v1/models/{MODEL}/unload", {})
+    wait_until(lambda: not any(map(alive, workers.values())), "the workers have ended")
+
+
+def test_of_two_nodes_the_second_goes_on_when_a_person_says_so(tmp_path: Path, models_root: Path) -> None:
+    swarm = start_swarm(tmp_path, models_root, peers=0)
+    try:
+        local = swarm.local
+        local.start_peers("attic", "cellar", extra=("--api-listen", "127.0.0.1:0"))
+        local.start_peers("den", extra=("--voter", "--api-listen", "127.0.0.1:0"))
+        with closing(local.client()) as admin:
+            token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
+            wait_until(lambda: (local.folder / "den" / "swarm.json").exists(), "the second one has the document")
+            assert admin.get("/api/v1/nodes")["voters"] == ["coordinator"], "two voters would stop at the loss of one"
+            admin.post(f"/api/v1/models/{MODEL}/load", {"wait": True, "peers": ["attic", "cellar"]})
+        early = swarmnode("promote", "--force", "--data-dir", local.folder / "den")
+        assert (early.returncode, "stop it" in early.stderr) == (1, True)
+        assert local.coordinator is not None
+        local.coordinator.kill()
+        local.peers["den"].stop()
+        assert swarmnode("promote", "--data-dir", local.folder / "den").returncode == 2, "never by accident"
+        done = swarmnode("promote", "--force", "--data-dir", local.folder / "den", "--json")
+        assert done.returncode == 0, done.stderr
+        arguments = ["--role", "peer", "--voter", "--name", "den", "--data-dir", str(local.folder / "den")]
+        address = next(event["swarm"] for event in local.peers["den"].seen if event["event"] == "ready")
+        arguments += ["--swarm-listen", address, "--api-listen", "127.0.0.1:0", "--device", "cpu", "--memory", "1G"]
+        local.peers["den"] = NodeProcess(arguments, local.environment)
+        api = local.peers["den"].wait_for("ready")["api"]
+        wait_until(lambda: answers(api, token), "the ring is taken over", SERVED_S)
+        old_address, old_api = local.swarm, local.api.removeprefix("http://")
+        local.start_coordinator(swarm_listen=old_address, api_listen=old_api)
+        wait_until(lambda: answers(local.api, token), "the one that was given up follows", SERVED_S)
+    finally:
+        swarm.close()
+
+
+def test_without_a_majority_nothing_is_acknowledged(voters: Voters) -> None:
+    for name in voters.names:
+        voters.local.peers[name].kill()
+    deadline_s = time.monotonic() + 12
+    outcome: Any = None
+    with closing(voters.local.client()) as admin:
+        while time.monotonic() < deadline_s and outcome is None:
+            try:
+                admin.post("/api/v1/api-tokens", {"label": "lost", "scopes": ["read"]})
+            except SwarmError as error:
+                outcome = error
+    assert outcome is not None
+    assert outcome.code in ("not_coordinator", "no_coordinator")

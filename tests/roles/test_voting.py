@@ -1,0 +1,186 @@
+"""Voters on virtual time, over links in memory and with real files: elections, writes, disks that are full, sleep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from swarmnode.cluster.election import ELECTION_MAX_S, QUORUM_S
+from swarmnode.errors import Conflict, NoSpace, NotCoordinator
+from swarmnode.ids import BootId, NodeId
+from swarmnode.roles.ballot import Ballot
+from swarmnode.roles.voting import Voting
+from swarmnode.wire.address import Address
+from swarmnode.wire.dialing import Way
+from swarmnode.wire.link import Identity, LinkOptions
+from swarmnode.wire.memory import MemoryNetwork
+from swarmnode.wire.routes import DIRECT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from swarmnode.wire.link import Channel, Hello
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+PLACES = {node: (f"127.0.0.1:{port}",) for node, port in ((A, 1), (B, 2), (C, 3))}
+SOON_S = 3.0
+
+
+@dataclass
+class Machine:
+    """A voter's process, which may be killed and started anew on its disk."""
+
+    node: NodeId
+    network: MemoryNetwork
+    folder: Path
+    asleep_s: float = 0.0
+    """What its clock went on while it slept."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(self.node, BootId("b"), self.node, ("coordinator", "peer"))
+        self.voting = self._voting()
+
+    def _voting(self) -> Voting:
+        ballot = Ballot(self.folder / f"{self.node}.json")
+        return Voting(
+            self.node,
+            ballot,
+            self._ways,
+            lambda document: PLACES if document else {},
+            begins=self.node == A,
+            clock=lambda: trio.current_time() + self.asleep_s,
+        )
+
+    def _ways(self, node: NodeId, places: Sequence[str]) -> list[Way[Channel]]:
+        at = Address("127.0.0.1", int(places[0].rpartition(":")[2]))
+        dial = partial(self.network.dial, at, "votes", self.identity, LinkOptions(node=node))
+        return [Way(DIRECT, dial, places[0])]
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        async def serve(_: str, hello: Hello, channel: Channel) -> None:
+            await self.voting.serve(hello, channel)
+
+        with self.scope:
+            async with trio.open_nursery() as nursery:
+                port = int(PLACES[self.node][0].rpartition(":")[2])
+                await nursery.start(self.network.listen, Address("127.0.0.1", port), serve, self.identity)
+                await nursery.start(self.voting.run)
+                task_status.started()
+
+    async def restart(self, nursery: trio.Nursery) -> None:
+        self.scope.cancel()
+        await trio.sleep(0.1)
+        self.scope = trio.CancelScope()
+        self.voting = self._voting()
+        await nursery.start(self.run)
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    with trio.move_on_after(2 * ELECTION_MAX_S) as waiting:
+        while not holds():  # noqa: ASYNC110 - several machines' own tasks
+            await trio.sleep(0.05)
+    assert not waiting.cancelled_caught, what
+
+
+@pytest.fixture
+def network(autojump_clock: trio.testing.MockClock) -> MemoryNetwork:
+    return MemoryNetwork(latency_s=0.02)
+
+
+async def three(network: MemoryNetwork, folder: Path, nursery: trio.Nursery) -> dict[NodeId, Machine]:
+    """A begins alone, B and C are given the document, and then all three vote."""
+    machines = {node: Machine(node, network, folder) for node in (A, B, C)}
+    for machine in machines.values():
+        await nursery.start(machine.run)
+    first = machines[A].voting
+    await until(lambda: first.coordinates, "A coordinates")
+    await first.write(b"{}", first.entry.version)
+    await first.seat(frozenset({A, B, C}))
+    await until(lambda: first.up_to_date == {B, C}, "B and C hold the document")
+    await first.write(b"{}", first.entry.version, (A, B, C))
+    return machines
+
+
+async def test_what_was_acknowledged_outlives_the_coordinator(network: MemoryNetwork, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        first = machines[A].voting
+        await first.write(b'{"kept":1}', first.entry.version)
+        machines[A].scope.cancel()
+        rest = [machines[B].voting, machines[C].voting]
+        await until(lambda: any(voting.coordinates for voting in rest), "another coordinates")
+        (second,) = [voting for voting in rest if voting.coordinates]
+        assert second.entry.document == b'{"kept":1}'
+        with pytest.raises(Conflict):
+            await second.write(b"{}", second.entry.version - 1)
+        await second.write(b'{"kept":2}', second.entry.version)
+        await machines[A].restart(nursery)
+        again = machines[A].voting
+        await until(lambda: again.entry.document == b'{"kept":2}', "the old one follows")
+        assert not again.coordinates
+        assert again.coordinator == second.node
+        with pytest.raises(NotCoordinator):
+            await again.write(b"{}", again.entry.version)
+        nursery.cancel_scope.cancel()
+
+
+async def test_without_a_majority_a_write_ends_unacknowledged(network: MemoryNetwork, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        first = machines[A].voting
+        for node in (B, C):
+            machines[node].scope.cancel()
+        began_s = trio.current_time()
+        with pytest.raises(NotCoordinator, match="majority"):
+            await first.write(b'{"lost":1}', first.entry.version)
+        assert trio.current_time() - began_s <= QUORUM_S + SOON_S
+        assert not first.coordinates
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_coordinator_that_slept_is_none_before_it_does_anything(network: MemoryNetwork, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        machines[A].asleep_s = 3600.0
+        with pytest.raises(NotCoordinator):
+            await machines[A].voting.write(b'{"stale":1}', machines[A].voting.entry.version)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_change_that_a_full_disk_refuses_never_was(
+    network: MemoryNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        first = machines[A].voting
+        before = first.entry
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ballot, "write", full)
+            with pytest.raises(NoSpace, match="No space left"):
+                await first.write(b'{"lost":1}', before.version)
+        assert first.entry == before
+        assert first.coordinates
+        await first.write(b'{"kept":1}', before.version)
+        await until(lambda: machines[B].voting.entry.document == b'{"kept":1}', "the next one counts")
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_term_and_a_vote_are_found_again(network: MemoryNetwork, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        kept = Ballot(tmp_path / "b.json").read(())
+        assert kept.entry.voters == (A, B, C)
+        assert kept.term == machines[A].voting.term
+        await machines[B].restart(nursery)
+        assert machines[B].voting.entry == kept.entry
+        nursery.cancel_scope.cancel()
