@@ -87,8 +87,9 @@ class NodeOptions:
             raise InvalidRequest("--voter is for a peer: one that may coordinate where the coordinator is gone")
         if COORDINATOR in self.roles and self.join is not None:
             raise InvalidRequest("--join is for peers; a coordinator is what others join")
-        if self.advertise_api is not None and (COORDINATOR not in self.roles or self.api is None):
-            raise InvalidRequest("--advertise-api is for a coordinator with an API port")
+        may_coordinate = COORDINATOR in self.roles or self.voter
+        if self.advertise_api is not None and (not may_coordinate or self.api is None):
+            raise InvalidRequest("--advertise-api is for a coordinator, or a --voter, with an API port")
         if self.swarm_listen is not None and self.swarm_listen.host in WILDCARDS and not self.advertise:
             raise InvalidRequest(
                 f"--swarm-listen {self.swarm_listen} is every address of this machine; say with --advertise HOST:PORT "

@@ -307,6 +307,7 @@ class Coordinator:
             async for frame in channel:
                 if frame.kind == "beat":
                     self._take_beat(identity, frame)
+                    outbox.post(Frame("heard", {"seq": frame.header["seq"]}))
                 elif frame.kind == "dial_back":
                     self._refuse_second_place(identity)
                     # what was polled or relayed comes from a tunnel's end, which may be on this machine
@@ -365,10 +366,10 @@ class Coordinator:
             self._drop(member)
 
     async def _answer_stand(self, hello: Hello, channel: Channel, frame: Frame, member: Member) -> None:
-        if self.seats is not None:
-            source = channel.source if channel.route == DIRECT else ""
-            with suppress(LinkBroken):  # it left meanwhile
-                member.outbox.post(await self.seats.stand(hello, source, frame))
+        answer = None if self.seats is None else await self.seats.stand(hello, channel, frame)
+        with suppress(LinkBroken):  # it left meanwhile
+            if answer is not None:
+                member.outbox.post(answer)
 
     def _refuse_copy(self, identity: Identity) -> None:
         """One identity on two machines: the one that is there stays. A node that fell silent may come back at once."""

@@ -182,7 +182,8 @@ class Enrolment:
 
     def _certify(self, nodes: NodeBook, request: bytes, name: str) -> x509.Certificate:
         nodes.check(certs.node_id(certs.read_request(request)), name, self.keeper)
-        certificate = self.authority.issue(request, PEER_ROLES, self._clock())
+        roles = PEER_ROLES if self._state.seats.get(certs.node_id(certs.read_request(request))) is None else VOTER_ROLES
+        certificate = self.authority.issue(request, roles, self._clock())
         about = certs.read_certificate(certificate)
         nodes.issued(about.node, name, about.ends_s, self.keeper)
         return certificate

@@ -137,12 +137,14 @@ class PeerMembership:
         """A command names its term. Raises StaleTerm."""
         self._fence.admit(min(term, self._fence.term))
 
-    def take_places(self, body: dict[str, Any]) -> tuple[Place, ...]:
-        """Where coordinators answer, kept for the next start. Raises ProtocolError."""
+    def take_places(self, body: dict[str, Any], here: Sequence[Place]) -> tuple[Place, ...]:
+        """Where coordinators answer, kept for the next start, with those that answered here: nobody else may know of
+        them. Raises ProtocolError."""
         places = body.get("places")
         if not isinstance(places, list) or not 0 < len(places) <= MAX_ADDRESSES:
             raise ProtocolError(f"the places of coordinators are not a list of 1 to {MAX_ADDRESSES}")
-        found = tuple(parse_place(str(place)) for place in places)
+        named = tuple(parse_place(str(place)) for place in places)
+        found = (*named, *(place for place in here if place not in named))
         if found != self._identity.coordinators():
             self._identity.remember(found)
         return found

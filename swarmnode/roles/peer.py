@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from swarmnode.cluster.membership import BEAT_INTERVAL_S
+from swarmnode.cluster.membership import BEAT_INTERVAL_S, DEAD_S
 from swarmnode.errors import Conflict, LinkBroken, ProtocolError, SwarmError
 from swarmnode.roles.file_server import serve_shares
 from swarmnode.roles.lane_ends import BETTER_S
@@ -215,15 +215,22 @@ class Peer:
             await trio.sleep(BEAT_INTERVAL_S)
 
     async def _read_control(self, control: Channel, nursery: trio.Nursery) -> None:
-        """Removals, which end the lanes of who was removed, and other peers' calls, until the coordinator hangs up."""
-        async for frame in control:
+        """Removals, which end the lanes of who was removed, and other peers' calls, until the coordinator hangs up, or
+        is silent for as long as it would let a peer be: it may be stopped, and another have followed it."""
+        while True:
+            try:
+                with trio.fail_after(DEAD_S):
+                    frame = await control.receive()
+            except trio.TooSlowError:
+                raise LinkBroken(f"the coordinator answered no beat for {DEAD_S:g} s") from None
+            except trio.EndOfChannel:
+                raise LinkBroken("the coordinator closed the connection") from None
             if frame.kind == "revoked":
                 self._member.take_revoked(unpack_body(frame.body))
             elif frame.kind == "places":
-                self._coordinators = self._member.take_places(unpack_body(frame.body))
+                self._coordinators = self._member.take_places(unpack_body(frame.body), self._context.roads.places)
             elif frame.kind == "relay_offer":
                 nursery.start_soon(self._answer_relay, frame.header["call"])
-        raise LinkBroken("the coordinator closed the connection")
 
     async def _answer_relay(self, call: str) -> None:
         try:

@@ -14,6 +14,7 @@ from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.roles.voting import Voting
-    from swarmnode.wire.link import Hello
+    from swarmnode.wire.certificates import NodeCertificate
+    from swarmnode.wire.link import Channel, Hello
 
 CHECK_S = 0.5
 """How soon a node that holds everything gets its vote."""
@@ -81,15 +83,18 @@ class Seats:
         names = {record.node: record.name for record in self._state.seats.records()}
         self._emit("voters_changed", {"voters": [names.get(node, node[:8]) for node in wanted]})
 
-    async def stand(self, hello: Hello, source: str, frame: Frame) -> Frame:
-        """A member asks to be able to coordinate: `seat` with key and certificate, or `no_seat` with why not."""
+    async def stand(self, hello: Hello, channel: Channel, frame: Frame) -> Frame | None:
+        """A member asks to be able to coordinate: `seat` with key and certificate, or `no_seat` with why not; nothing
+        for one that can already, from where it says it is."""
         try:
             body = unpack_body(frame.body)
-            places = _places(body)
-            if not self._admits and self._state.seats.get(hello.identity.node) is None:
+            record = Seated(hello.identity.node, hello.identity.name, _places(body))
+            if self._state.seats.get(record.node) == record and _coordinates(channel.certified):
+                return None
+            if not self._admits and self._state.seats.get(record.node) is None:
                 raise Forbidden("this swarm takes no more voters (SWARM_ADMIT_VOTERS=0 at the coordinator)")
-            await self._dial_backs.dial(hello.identity, source)
-            record = Seated(hello.identity.node, hello.identity.name, places)
+            # what was polled or relayed comes from a tunnel's end, which may be on this machine
+            await self._dial_backs.dial(hello.identity, channel.source if channel.route == DIRECT else "")
             return await self._seat(record, bytes_of(body, "request"))
         except SwarmError as error:
             self._emit("seat_refused", {"name": hello.identity.name, "why": error.message})
@@ -108,6 +113,10 @@ class Seats:
             self._emit("seated", {"name": record.name, "places": list(record.places)})
             self._told()
         return Frame("seat", {}, pack_body({"certificate": certs.to_der(certificate), "key": key}))
+
+
+def _coordinates(certified: NodeCertificate | None) -> bool:
+    return certified is not None and "coordinator" in certified.roles
 
 
 def _places(body: Mapping[str, Any]) -> tuple[str, ...]:

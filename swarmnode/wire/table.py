@@ -293,6 +293,7 @@ def _other_kinds() -> tuple[Kind, ...]:
     )
     return (
         _kind("beat", "control", (_key("node", _ID), _key("boot", _ID), _key("seq", _COUNT)), "map"),
+        _kind("heard", "control", (_key("seq", _COUNT),)),
         _kind("dial_back", "control", ()),
         _kind("dialed_back", "control", (_key("ok", Flag()), _key("message", _MESSAGE), _key("time_s", Number()))),
         _kind("bye", "control", (_key("reason", _MESSAGE),)),

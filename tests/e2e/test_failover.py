@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ FAILOVER_S = 20.0
 """Promised: a new coordinator."""
 SERVED_S = 30.0
 """Promised: a client that tries again is served, whichever node it asks."""
+
+
+PORTS = ("127.0.77.1:7801", "127.0.77.2:7801", "127.0.77.3:7801")
+"""Of addresses that no other test uses, so that they are known before anything listens."""
 
 
 class Voters:
@@ -67,6 +72,11 @@ def voters(tmp_path: Path, models_root: Path) -> Iterator[Voters]:
     started = Voters(tmp_path, models_root)
     yield started
     started.close()
+
+
+def stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def answers(api: str, token: str) -> bool:
@@ -122,6 +132,77 @@ def test_the_old_coordinator_comes_back_as_one_that_follows(voters: Voters) -> N
         assert len(admin.get("/api/v1/nodes")["voters"]) == 3
         admin.post(f"/api/v1/models/{MODEL}/unload", {})
     wait_until(lambda: not any(map(alive, workers.values())), "the workers have ended")
+
+
+def test_a_coordinator_that_was_stopped_for_a_while_finds_that_it_is_none(voters: Voters) -> None:
+    """SIGSTOP: it hears nothing, says nothing, and knows nothing of it when it goes on."""
+    old = voters.local.coordinator
+    assert old is not None
+    voters.swarm.load(MODEL, num_stages=2)
+    with closing(voters.local.client()) as admin:
+        token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
+    old.process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: stopped(old.process.pid), "it is stopped")
+        wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
+        name = voters.coordinator()
+        assert name is not None
+        wait_until(lambda: answers(voters.apis[name], token), "clients are served", SERVED_S)
+    finally:
+        old.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "resigned" in {event["event"] for event in old.seen}, "the old one steps down")
+    wait_until(lambda: answers(voters.local.api, token), "its port forwards", SERVED_S)
+    with closing(voters.admin(name)) as admin:
+        assert [token["label"] for token in admin.get("/api/v1/api-tokens")["tokens"]] == ["mine"]
+        assert len(admin.get("/api/v1/nodes")["peers"]) == 2, "both obey the new one"
+
+
+def test_a_peer_that_reaches_only_api_ports_finds_the_new_coordinator(tmp_path: Path, models_root: Path) -> None:
+    """As behind a NAT and a firewall that lets nothing but HTTP through."""
+    swarm = start_swarm(tmp_path, models_root, peers=0)
+    try:
+        local = swarm.local
+        local.start_coordinator(api_listen=PORTS[0], extra=("--advertise-api", f"http://{PORTS[0]}"))
+        for name, port in zip(("attic", "cellar"), PORTS[1:], strict=True):
+            local.start_peers(name, extra=("--voter", "--api-listen", port, "--advertise-api", f"http://{port}"))
+        local.environment = {"SWARM_LINK_ROUTES": "polled"}
+        local.start_peers("den", extra=("--api-listen", "127.0.0.1:0"))
+        with closing(local.client()) as admin:
+            wait_until(lambda: len(admin.get("/api/v1/nodes")["voters"]) == 3, "all three vote")
+            loaded = admin.post(f"/api/v1/models/{MODEL}/load", {"wait": True, "peers": ["den"], "num_stages": 1})
+        api = next(event["api"] for event in local.peers["den"].seen if event["event"] == "ready")
+        assert answers(api, "none")
+        assert local.coordinator is not None
+        local.coordinator.kill()
+        wait_until(lambda: answers(api, "none"), "its own port serves again", SERVED_S)
+        with closing(ApiClient(api)) as client:
+            status = client.get(f"/api/v1/models/{MODEL}/status")
+        assert status["stages"][0]["pid"] == loaded["stages"][0]["pid"]
+    finally:
+        swarm.close()
+
+
+def test_who_cannot_be_reached_gets_no_vote_and_hears_why(tmp_path: Path, models_root: Path) -> None:
+    swarm = start_swarm(tmp_path, models_root, peers=0, environment={"SWARM_ADMIT_VOTERS": "1"})
+    try:
+        local = swarm.local
+        local.start_peers("attic", extra=("--voter", "--api-listen", "127.0.0.1:0", "--advertise", "127.0.0.1:9"))
+        refused = local.peers["attic"].wait_for("seat_refused")
+        assert "was not reached at 127.0.0.1:9" in refused["why"]
+        assert not (local.folder / "attic" / "identity" / "ca-key.pem").exists()
+    finally:
+        swarm.close()
+
+
+def test_a_swarm_that_takes_no_voters_says_so(tmp_path: Path, models_root: Path) -> None:
+    swarm = start_swarm(tmp_path, models_root, peers=0, environment={"SWARM_ADMIT_VOTERS": "0"})
+    try:
+        swarm.local.start_peers("attic", extra=("--voter", "--api-listen", "127.0.0.1:0"))
+        refused = swarm.local.peers["attic"].wait_for("seat_refused")
+        assert "SWARM_ADMIT_VOTERS" in refused["why"]
+        assert not (swarm.local.folder / "attic" / "identity" / "ca-key.pem").exists()
+    finally:
+        swarm.close()
 
 
 def test_of_two_nodes_the_second_goes_on_when_a_person_says_so(tmp_path: Path, models_root: Path) -> None:

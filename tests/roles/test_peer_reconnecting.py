@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import trio
 from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
+from swarmnode.cluster.membership import DEAD_S
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LinkBroken, SwarmError
 from swarmnode.ids import BootId, NodeId, RingId
@@ -17,6 +19,7 @@ from swarmnode.roles.context import PeerResources
 from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.peer import RECONNECT_S, REFUSED_S, Peer
 from swarmnode.wire.address import Address
+from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
 
@@ -41,8 +44,10 @@ class NoMembership:
 class Watched:
     """A peer on virtual time whose coordinator keeps every connection for `keep_s`, and when it came."""
 
-    def __init__(self, folder: Path, keep_s: float, end: type[SwarmError] = Conflict) -> None:
+    def __init__(self, folder: Path, keep_s: float, end: type[SwarmError] = Conflict, *, hears: bool = True) -> None:
+        """`hears`: it answers beats."""
         self._end = end
+        self._hears = hears
         self.joined_s: list[float] = []
         self._folder = folder
         self._keep_s = keep_s
@@ -52,8 +57,9 @@ class Watched:
             self.joined_s.append(trio.current_time())
             await trio.sleep(self._keep_s)
             raise self._end("this name is taken")
-        async for _ in channel:
-            pass
+        async for frame in channel:
+            if frame.kind == "beat" and self._hears:
+                await channel.send(Frame("heard", {"seq": frame.header["seq"]}))
 
     async def watch(self) -> None:
         network = MemoryNetwork()
@@ -95,6 +101,16 @@ async def test_a_peer_that_was_kept_for_long_is_back_at_once(tmp_path: Path, aut
     watched = Watched(tmp_path, keep_s=20.0)
     await watched.watch()
     assert watched.longest_pause_s == pytest.approx(RECONNECT_S[0])
+
+
+async def test_a_coordinator_that_answers_no_beat_is_left(tmp_path: Path, autojump_clock: object) -> None:
+    """It may be stopped, and its kernel goes on taking what is sent."""
+    watched = Watched(tmp_path, keep_s=1000.0, hears=False)
+    await watched.watch()
+    apart = [later - earlier for earlier, later in pairwise(watched.joined_s)]
+    assert apart
+    assert min(apart) >= DEAD_S
+    assert max(apart) <= DEAD_S + RECONNECT_S[0] + 0.01
 
 
 class Roads:
