@@ -27,6 +27,7 @@ from swarmnode.ids import BootId, ModelId, NodeId, RingId
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.file_sources import with_sources
+from swarmnode.roles.lane_ends import RESUME_S
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
 from swarmnode.roles.outbox import Outbox
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.link import Channel, Hello, Identity
 
+RETURN_S = RESUME_S
+"""How long a node may be without a connection, as a lane may: routers and Wi-Fi drop them, and it dials again."""
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
@@ -328,12 +331,15 @@ class Coordinator:
             self._note_lost(identity.node, {held.ring for held in member.beat.stages})
 
     def _note_lost(self, node: NodeId, held: set[str]) -> None:
-        """A node of a ring that is to be taken over is back, without its stage: it was started anew meanwhile."""
+        """A node of a ring that was away, or whose coordinator was, is back: it may have lost its stage meanwhile."""
         for ring in list(self.rings.values()):
-            stage = ring.stage_of(node) if ring.adopting and ring.ring not in held else None
-            if stage is not None:
+            stage = ring.stage_of(node)
+            if stage is None or (stage not in ring.unsure and not ring.adopting):
+                continue
+            ring.unsure.discard(stage)
+            if ring.ring not in held:
                 name = ring.plan.stages[stage].peer.name
-                text = f"stage {stage} is lost: its peer {name} was started anew while the coordinator was away"
+                text = f"stage {stage} is lost: its peer {name} came back without it"
                 ring.feed(StageDown(stage, "stage_lost", text, gone=True))
 
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
@@ -394,9 +400,22 @@ class Coordinator:
         )
 
     def _drop(self, member: Member) -> None:
-        if self.members.get(member.node) is member:
-            del self.members[member.node]
-            self.context.emit("peer_left", {"node": member.node, "name": member.identity.name})
+        """Its connection ended: replies of heads there are lost, and the node itself unless it is back soon."""
+        if self.members.get(member.node) is not member:
+            return
+        del self.members[member.node]
+        self.context.emit("peer_left", {"node": member.node, "name": member.identity.name})
+        for ring in self.rings.values():
+            stage = ring.stage_of(member.node)
+            if stage is not None:
+                ring.part_from(stage)
+        if self._nursery is not None:
+            self._nursery.start_soon(self._give_up_unless_back, member)
+
+    async def _give_up_unless_back(self, member: Member) -> None:
+        await trio.sleep(RETURN_S)
+        back = self.members.get(member.node)
+        if back is None or back.boot != member.boot:
             self._driver.feed(Left(member.node, member.boot))
 
     def _member_changed(self, change: StateChanged) -> None:

@@ -273,6 +273,8 @@ class Gateway:
             raise ModelUnloading(f"{model} is being unloaded")
         if ring.state == "relinking":
             raise ModelNotLoaded(f"{model} is being linked anew after a lost connection; try again in a few seconds")
+        if ring.head not in self._coordinator.members:
+            raise StageLost(f"the connection to stage 0 of {model} broke; try again in a few seconds")
         if not ring.serving:
             raise ring.error or ModelNotLoaded(f"{model} is still loading; try again in a few seconds")
         return ring

@@ -89,6 +89,8 @@ class LoadedRing:
         self._post = post
         self._on_over = on_over
         self._abandoned: SwarmError | None = None
+        self.unsure: set[int] = set()
+        """Stages whose node was away, and has not said yet that it holds them."""
         self._idle = trio.Event()
         self._driver: Driver[RingInput, RingCommand, RingEvent] = Driver(self.life, self._send, self._notify)
 
@@ -224,6 +226,16 @@ class LoadedRing:
         self.requests.pop(stream.request, None)
         if not self.requests:
             self._idle.set()
+
+    def part_from(self, stage: int) -> None:
+        """A stage's node lost its connection to the coordinator. Its stage and its lanes may be well; what is under way
+        to and from the head is lost, and so is a load."""
+        self.unsure.add(stage)
+        name = self.plan.stages[stage].peer.name
+        if stage == 0:
+            self.fail_requests(StageLost(f"the connection to {name}, which takes the requests, broke; try again"))
+        if not self.runs:
+            self.feed(StageDown(stage, StageLost.code, f"stage {stage} is lost: its peer {name} is gone", gone=True))
 
     def abandon(self, why: SwarmError) -> None:
         """Its coordinator is over: whoever waits here hears of it, the stages hear nothing."""
