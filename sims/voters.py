@@ -20,6 +20,7 @@ from swarmnode.cluster.election_messages import (
     ElectionEvent,
     Entry,
     Following,
+    Learners,
     Persist,
     ProposalRefused,
     Propose,
@@ -71,6 +72,10 @@ class Violation(AssertionError):
     """A promise of the election was broken."""
 
 
+class Stuck(Violation):
+    """Nothing was broken, but nothing went on either."""
+
+
 class VotersWorld:
     """Runs voters until a second, keeps what they promised, and raises Violation where they break it."""
 
@@ -97,10 +102,13 @@ class VotersWorld:
         self.obeyed: list[int] = []
         """The terms of the commands it carried out."""
         names = [NodeId(f"v{index}") for index in range(count)]
-        empty = Entry(0, 0, tuple(names), _document(set()))
-        self.voters = {name: Voter(name, Stored(0, None, empty)) for name in names}
+        first = Entry(0, 1, tuple(names), _document(set()))
+        self.voters = {name: Voter(name, Stored(0, None, first)) for name in names}
         self.cut: set[tuple[NodeId, NodeId]] = set()
         """Ways that lead nowhere now, each in one direction."""
+        self.lost: set[NodeId] = set()
+        """Voters whose disk was lost, until they have a vote again."""
+        self.disks_lost = 0
         self._machine = machine
         self._waiting: dict[NodeId, dict[int, int]] = {name: {} for name in names}
         """By coordinator: write → the version that must be committed before it is acknowledged."""
@@ -128,6 +136,32 @@ class VotersWorld:
     def _restart(self, node: NodeId) -> None:
         self.crash(node)
         self.start(node)
+
+    def lose_disk(self, node: NodeId) -> None:
+        """It is started anew with nothing. More than a minority at once would take what they alone held with them."""
+        if node in self.lost or 2 * (len(self.lost) + 1) >= len(self.voters):
+            return
+        self.crash(node)
+        self.disks_lost += 1
+        self.lost.add(node)
+        self.voters[node].disk = Stored(0, None, Entry(0, 0, (), _document(set())))
+        self.start(node)
+
+    def readmit(self) -> None:
+        """What a coordinator does about voters that lost their disks: it takes them out, and lets them in anew when
+        that has reached them."""
+        leader = self.coordinator()
+        election = None if leader is None else self.voters[leader].election
+        if leader is None or election is None:
+            return
+        self._receive(self.voters[leader], Learners(frozenset(self.lost)))
+        for node in sorted(self.lost):
+            entry = election.entry
+            others = tuple(other for other in entry.voters if other != node)
+            if node in entry.voters and node in election.blank:
+                self._receive(self.voters[leader], Propose(entry.document, entry.version, others))
+            elif node not in entry.voters and node in election.up_to_date(self.now_s):
+                self._receive(self.voters[leader], Propose(entry.document, entry.version, (*others, node)))
 
     def pause(self, node: NodeId) -> None:
         self.voters[node].paused = True
@@ -238,6 +272,8 @@ class VotersWorld:
         for effect in election.outgoing():
             if isinstance(effect, Persist):
                 voter.disk = effect.stored
+                if voter.node in voter.disk.entry.voters:
+                    self.lost.discard(voter.node)
                 if self.random.random() < self.weather.crash_after_write:
                     self.at(self.now_s, lambda: self._restart(voter.node))
             else:
@@ -304,23 +340,27 @@ def torture(
     faults_every_s: float = FAULTS_EVERY_S,
     weather: Weather | None = None,
 ) -> VotersWorld:
-    """Random faults and writes, then a whole network; raises Violation, also where nobody takes office in time."""
+    """Random faults and writes, then a whole network; raises Violation, or Stuck where nobody takes office in time."""
     world = VotersWorld(count, seed, weather, machine=machine, fence=fence)
     numbers = itertools.count(1)
-    at_s = 0.0
+    at_s = world.random.expovariate(1 / faults_every_s)
     while at_s < seconds:
-        at_s += world.random.expovariate(1 / faults_every_s)
         world.at(at_s, lambda: _fault(world))
         world.at(at_s + world.random.random() * faults_every_s, lambda: _write(world, next(numbers)))
+        at_s += world.random.expovariate(1 / faults_every_s)
     world.run_until(seconds)
     world.heal()
+    for after_s in range(int(HEAL_S)):
+        world.at(seconds + after_s, world.readmit)
     world.run_until(seconds + HEAL_S)
+    if world.lost:
+        raise Stuck(f"{sorted(world.lost)} lost their disks and have no vote {HEAL_S:.0f} s after the network is whole")
     last = next(numbers)
     if not world.write(last):
-        raise Violation(f"nobody coordinates {HEAL_S:.0f} s after the network is whole")
+        raise Stuck(f"nobody coordinates {HEAL_S:.0f} s after the network is whole")
     world.run_until(seconds + HEAL_S + 5.0)
     if last not in world.acknowledged:
-        raise Violation("a write in a whole network was not acknowledged")
+        raise Stuck("a write in a whole network was not acknowledged")
     return world
 
 
@@ -334,7 +374,8 @@ def _fault(world: VotersWorld) -> None:
     world.faults += 1
     node, other = world.random.sample(list(world.voters), 2)
     voter = world.voters[node]
-    match world.random.randrange(6):
+    world.readmit()
+    match world.random.randrange(7):
         case 0:
             world.crash(node)
         case 1:
@@ -345,5 +386,7 @@ def _fault(world: VotersWorld) -> None:
             world.resume(node)
         case 4:
             world.cut.add((node, other))
+        case 5:
+            world.lose_disk(node)
         case _:
             world.cut.clear()

@@ -51,6 +51,8 @@ RETRY_MIN_S, RETRY_MAX_S = 1.5, 3.0
 """After asking for nothing: an answer takes far less, so it was lost, or two asked at once."""
 QUORUM_S = 5.0
 """A coordinator that has not heard a majority for so long stops being one; others may have elected by then."""
+NOTHING: Mark = (0, 0)
+"""The mark of a node that was given no entry yet, or lost its disk."""
 FORCED_TERMS = 1 << 20
 """What a forced promotion skips: a coordinator that was not gone after all, and knows of none other, would reach the
 next term by itself, and one term must not have two."""
@@ -65,7 +67,12 @@ class Role(Enum):
 
 
 class Election:
-    """A `Machine[ElectionInput, Effect, ElectionEvent]`. Carry out effects in order, and events after them."""
+    """A `Machine[ElectionInput, Effect, ElectionEvent]`. Carry out effects in order, and events after them.
+
+    A node whose own entry does not name it gives no vote. One without any entry that is told it were a voter has lost
+    its disk: it may have promised otherwise, and held what nobody else does, so it takes no part until its removal
+    reached it, and another entry lets it in anew.
+    """
 
     def __init__(self, node: NodeId, stored: Stored, now: float, draw: Callable[[], float]) -> None:
         """`draw` gives numbers from 0 to 1: voters that time out together would split the votes for ever."""
@@ -153,6 +160,15 @@ class Election:
         )
 
     @property
+    def blank(self) -> frozenset[NodeId]:
+        """The nodes that answered this coordinator that they hold nothing at all."""
+        return frozenset(node for node, mark in self._held.items() if mark == NOTHING)
+
+    @property
+    def _has_vote(self) -> bool:
+        return self.node in self.voters
+
+    @property
     def _alone(self) -> bool:
         return self.voters == (self.node,)
 
@@ -171,7 +187,11 @@ class Election:
 
     def _arrived(self, sender: NodeId, message: VoterMessage, now: float) -> None:
         if isinstance(message, AskVote):
-            self._asked(sender, message, now)
+            if self._has_vote:
+                self._asked(sender, message, now)
+            return
+        if isinstance(message, Append) and self._has_lost_disk(message):
+            self._send(sender, Appended(message.term, NOTHING))
             return
         if message.term > self.term and not (isinstance(message, VoteAnswer) and message.granted):
             self._follow(message.term, now, f"term {message.term} has begun")
@@ -186,6 +206,9 @@ class Election:
                 self._vote_answered(sender, message, now)
             case Appended():
                 self._appended(sender, message, now)
+
+    def _has_lost_disk(self, append: Append) -> bool:
+        return not self.voters and append.entry is not None and self.node in append.entry.voters
 
     def _is_stale(self, message: VoterMessage) -> bool:
         return message.term < self.term
@@ -239,6 +262,9 @@ class Election:
     def _appended(self, sender: NodeId, answer: Appended, now: float) -> None:
         if self.role is not Role.COORDINATOR:
             return
+        if answer.mark == NOTHING:
+            self._held[sender] = NOTHING
+            return
         self._heard_s[sender] = now
         self._held[sender] = max(answer.mark, self._held.get(sender, answer.mark))
         self._count_copies()
@@ -249,7 +275,7 @@ class Election:
 
     def _ask(self, now: float) -> None:
         """Hold a pre-vote; until it is won nothing changed, here or elsewhere."""
-        if self.node not in self.voters:
+        if not self._has_vote:
             return
         self.role, self.coordinator = Role.ASKING, None
         self._granted = {self.node}

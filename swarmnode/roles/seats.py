@@ -74,7 +74,8 @@ class Seats:
             await self._state.change_seats(lambda seats, _: seats.seat(self._me))
         seated = frozenset(record.node for record in self._state.seats.records())
         await self._voting.seat(seated)
-        wanted = next_voters(self._state.voters, self._me.node, seated, self._voting.up_to_date)
+        may_vote = seated - self._voting.blank  # who lost its disk comes in anew, when its removal has reached it
+        wanted = next_voters(self._state.voters, self._me.node, may_vote, self._voting.up_to_date)
         if wanted is not None:
             await self._change_voters(wanted)
 

@@ -106,6 +106,11 @@ class Voting:
         """The nodes that hold this coordinator's document and answered a moment ago."""
         return self._election.up_to_date(self._clock())
 
+    @property
+    def blank(self) -> frozenset[NodeId]:
+        """The nodes that told this coordinator that they hold nothing."""
+        return self._election.blank
+
     async def changed(self) -> None:
         """Wait until anything of that may be different."""
         await self._changed.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -217,6 +218,44 @@ def test_learners_are_given_everything_and_count_for_nothing() -> None:
     assert not election.up_to_date(0.2 + QUORUM_S), "it has not answered for long"
     election.receive(Propose(b"d", 1), 5.0)
     assert not election.up_to_date(5.0), "it lacks the last change"
+
+
+EMPTY = Entry(0, 0, (), b"")
+NAMED = Entry(2, 3, (A, B, C), b"x")
+WITHOUT = Entry(2, 4, (B, C), b"x")
+
+
+def test_a_voter_that_lost_its_disk_takes_no_part() -> None:
+    """It may have voted in a later term than this coordinator's, and have held what a later one wrote."""
+    election = voter(stored=Stored(0, None, EMPTY))
+    for pre in (True, False):
+        arrive(election, B, AskVote(7, (9, 9), pre), 1.0)
+    assert election.outgoing() == []
+    arrive(election, B, Append(2, NAMED.mark, NAMED.mark, NAMED), 1.0)
+    assert election.outgoing() == [SendTo(B, Appended(2, (0, 0)))], "nothing was kept"
+    election.handle_timer(100.0)
+    assert (election.outgoing(), election.events(), election.next_timer()) == ([], [], None)
+
+
+def test_it_votes_again_by_an_entry_that_is_later_than_its_removal() -> None:
+    election = voter(stored=Stored(0, None, EMPTY))
+    arrive(election, B, Append(2, WITHOUT.mark, NAMED.mark, WITHOUT), 1.0)
+    assert sent(election.outgoing())[-1] == Appended(2, WITHOUT.mark)
+    arrive(election, B, Append(2, NAMED.mark, NAMED.mark, NAMED), 1.0)
+    arrive(election, B, AskVote(3, (2, 4), pre=False), 20.0)
+    assert not [message for message in sent(election.outgoing()) if isinstance(message, VoteAnswer)], "not let in yet"
+    again = replace(NAMED, version=5)
+    arrive(election, B, Append(2, again.mark, WITHOUT.mark, again), 21.0)
+    assert sent(election.outgoing()) == [Appended(2, again.mark)]
+    assert election.next_timer() is not None
+
+
+def test_a_coordinator_knows_who_holds_nothing_and_does_not_count_it() -> None:
+    election = coordinator()
+    arrive(election, B, Appended(1, (0, 0)), 5.4)
+    assert election.blank == {B}
+    election.handle_timer(5.3 + QUORUM_S)
+    assert not election.coordinates, "it was no voice of a majority"
 
 
 def test_a_forced_promotion_leaves_no_term_to_share() -> None:
