@@ -18,6 +18,7 @@ from swarmnode.cluster.election_messages import (
     Committed,
     Elected,
     ElectionEvent,
+    ElectionInput,
     Entry,
     Following,
     Learners,
@@ -254,7 +255,7 @@ class VotersWorld:
         else:
             self._receive(voter, arrived)
 
-    def _receive(self, voter: Voter, message: Arrived | Propose) -> None:
+    def _receive(self, voter: Voter, message: ElectionInput) -> None:
         if voter.election is not None:
             voter.election.receive(message, self.now_s)
             self._carry_out(voter)
