@@ -1,8 +1,15 @@
 """Does the simulator say what a real ring does? The same step costs and round trip, users 1 to 8, side by side.
 
-`python -m benchmarks.calibrate --json`. Two stages of the demo model behind delaying proxies; the step costs are
-measured first, with both stages busy, and given to the simulator as its tables. Nothing else is fitted: what the
-simulator leaves out (text, the gateway, a shared processor) shows as the difference.
+`python -m benchmarks.calibrate --json`. A real ring of two stages of the demo model behind delaying proxies, under its
+default schedule, against the same head and stages in virtual time. For every number of users real runs take turns with
+measurements of the step costs: the same slices run groups of exact sizes, all stages at once, in processes of their own
+(`benchmarks/stage_times.py`; held to a size inside the ring, groups drift apart while they wait behind each other, and
+what then is measured is no group of that size). Rates and costs are the medians of these turns, of the same minute.
+The simulator's links lead from worker to worker, so its road is `link_ms` of a lone reply of the same ring that is not
+compared: what the proxies delay, and the way through pipes, nodes and TLS. Nothing is fitted: what the simulator leaves
+out (text, the gateway, a processor that all share, uneven steps) shows as the difference. Where it arises is told by a
+step's time in the stages, on the links and in queues, real beside simulated: other milliseconds in the stages are other
+groups or other costs of the same groups.
 """
 
 from __future__ import annotations
@@ -10,51 +17,82 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.users import WARM_UP_TOKENS, RingUnderTest, running_ring, step_costs
+from benchmarks.stage_times import StageTimers, typical
+from benchmarks.users import WARM_UP_TOKENS, Ring, RingUnderTest, running_ring
 from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
 from sims.scenarios.decode import bound_of, steady
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.stage_times import GroupCosts
 
 STAGES = 2
 USERS = (1, 2, 4, 8)
+TURNS = 3
+"""Real runs of each number of users, with costs before and after each."""
+PARTS = (*(f"stage{stage}_ms" for stage in range(STAGES)), "link_ms", "queue_ms")
+"""A decode step's time, as replies tell it."""
 
 
 def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, Any]:
     about = RingUnderTest(STAGES, rtt_ms, dtype, threads, {"SWARM_SERVE_IN_FLIGHT": str(max(USERS))})
-    costs = step_costs(about, tokens)
-    tables = tuple(StageTable(cost) for cost in costs)
-    rows = []
-    with running_ring(about) as ring:
-        spec = RingSpec(tables, links_of(STAGES, ring.road_ms))
-        for users in USERS:
-            ring.run(users, WARM_UP_TOKENS)
-            real = ring.run(users, tokens).tokens_per_s
-            simulated = steady(spec.build(), users, bound_of(spec, users))["tokens_per_s"]
-            rows.append(
-                {
-                    "users": users,
-                    "real_tokens_per_s": round(real, 2),
-                    "simulated_tokens_per_s": round(simulated, 2),
-                    "off": round(simulated / real - 1, 3),
-                }
-            )
-    worst = max(abs(row["off"]) for row in rows)
+    with running_ring(about) as ring, StageTimers(ring.model, ring.status, dtype, threads) as timers:
+        road_ms = ring.run(1, WARM_UP_TOKENS).timing_ms("link_ms")
+        rows = [_row(ring, timers, road_ms, users, tokens) for users in USERS]
     return {
         "rtt_ms": rtt_ms,
+        "proxies_ms": round(ring.road_ms, 2),
+        "road_ms": round(road_ms, 2),
         "dtype": dtype,
         "threads_per_stage": threads,
-        "costs_ms": costs,
-        "worst": worst,
+        "worst": max(abs(row["off"]) for row in rows),
         "rows": rows,
     }
+
+
+def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: int) -> dict[str, Any]:
+    ring.run(users, WARM_UP_TOKENS)
+    rounds, crowds = [timers.groups_ms()], []
+    for _ in range(TURNS):
+        crowds.append(ring.run(users, tokens))
+        rounds.append(timers.groups_ms())
+    costs, rates = typical(rounds), [crowd.tokens_per_s for crowd in crowds]
+    real = statistics.median(rates)
+    simulated, parts = _simulated(costs, road_ms, users)
+    return {
+        "users": users,
+        "real_tokens_per_s": round(real, 2),
+        "real_runs": [round(rate, 2) for rate in rates],
+        "simulated_tokens_per_s": round(simulated, 2),
+        "off": round(simulated / real - 1, 3),
+        "real_step_ms": _parts(lambda name: statistics.median(crowd.timing_ms(name) for crowd in crowds)),
+        "simulated_step_ms": parts,
+        "costs_ms": costs,
+    }
+
+
+def _simulated(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, dict[str, float]]:
+    """Tokens per second, and what the simulated replies say of a step when they are ended."""
+    spec = RingSpec(tuple(StageTable(cost) for cost in costs), links_of(STAGES, road_ms))
+    world = spec.build()
+    rate = steady(world, users, bound_of(spec, users))["tokens_per_s"]
+    for name in world.outcomes:
+        world.cancel(name)
+    world.run_until_quiet()
+    timings = [outcome.end.timing for outcome in world.outcomes.values()]
+    return rate, _parts(lambda name: statistics.mean(timing[name] for timing in timings))
+
+
+def _parts(ms: Callable[[str], float]) -> dict[str, float]:
+    return {name: round(ms(name), 1) for name in PARTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,10 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     report = measure(chosen.rtt_ms, chosen.tokens, chosen.dtype, chosen.threads)
     table = Table(title=f"{STAGES} stages, {report['rtt_ms']:g} ms; worst difference {report['worst']:.1%}")
-    for name in report["rows"][0]:
+    names = ("users", "real_tokens_per_s", "simulated_tokens_per_s", "off")
+    for name in (*names, *PARTS):
         table.add_column(name, justify="right")
     for row in report["rows"]:
-        table.add_row(*map(str, row.values()))
+        steps = (f"{row['real_step_ms'][part]} / {row['simulated_step_ms'][part]}" for part in PARTS)
+        table.add_row(*(str(row[name]) for name in names), *steps)
     Console().print(table)
     if chosen.json:
         print(json.dumps(report))

@@ -1,9 +1,10 @@
 """Tokens per second of a real ring under many users, against what its step costs allow.
 
 `python -m benchmarks.throughput --stages 2 --users 1,2,4,8 --rtt-ms 0,20 --json`. Real processes, the demo model, links
-through a delaying proxy. The bound is `sims.bound` over step costs measured first, with both stages busy, on rings of
-their own. On one machine the stages share its processor: what one stage leaves idle makes the other faster, so a ratio
-above 1 is possible where a ring is not full.
+through a delaying proxy. The bound of a row is `sims.bound` over step costs measured right before and after its run:
+the same slices run groups of exact sizes, all stages at once, in processes of their own (`benchmarks/stage_times.py`).
+On one machine the stages share its processor: what one stage leaves idle makes the other faster, so a ratio above 1 is
+possible where a ring is not full.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.users import WARM_UP_TOKENS, RingUnderTest, running_ring, step_costs
+from benchmarks.stage_times import StageTimers, typical
+from benchmarks.users import WARM_UP_TOKENS, Ring, RingUnderTest, running_ring
 from sims.bound import bound_tokens_per_s
 from sims.engines import interpolate
 
@@ -28,36 +30,35 @@ if TYPE_CHECKING:
 def measure(
     stages: int, users: Sequence[int], rtts_ms: Sequence[float], tokens: int, schedule: str, dtype: str, threads: int
 ) -> dict[str, Any]:
-    """Step costs, then every round trip with every number of users."""
-    about = RingUnderTest(stages, 0.0, dtype, threads)
-    costs = step_costs(about, tokens)
+    """Every round trip with every number of users."""
+    environment = {"SWARM_SERVE_SCHEDULE": schedule, "SWARM_SERVE_IN_FLIGHT": str(max(users))}
     rows = []
     for rtt_ms in rtts_ms:
-        environment = {"SWARM_SERVE_SCHEDULE": schedule, "SWARM_SERVE_IN_FLIGHT": str(max(users))}
-        with running_ring(RingUnderTest(stages, rtt_ms, dtype, threads, environment)) as ring:
-            for n in users:
-                ring.run(n, WARM_UP_TOKENS)
-                rows.append(_row(ring.run(n, tokens).tokens_per_s, n, rtt_ms, ring.rtt_ms, costs))
+        about = RingUnderTest(stages, rtt_ms, dtype, threads, environment)
+        with running_ring(about) as ring, StageTimers(ring.model, ring.status, dtype, threads) as timers:
+            rows += [_row(ring, timers, n, tokens, rtt_ms) for n in users]
     return {
         "stages": stages,
         "dtype": dtype,
         "threads_per_stage": threads,
         "schedule": schedule,
-        "costs_ms": costs,
         "rows": rows,
     }
 
 
-def _row(
-    rate: float, users: int, asked_ms: float, rtt_ms: float, costs: Sequence[Mapping[int, float]]
-) -> dict[str, Any]:
-    bound = bound_tokens_per_s(users, [partial(interpolate, cost) for cost in costs], rtt_ms * len(costs) / 2)
+def _row(ring: Ring, timers: StageTimers, users: int, tokens: int, asked_ms: float) -> dict[str, Any]:
+    ring.run(users, WARM_UP_TOKENS)
+    before = timers.groups_ms()
+    rate = ring.run(users, tokens).tokens_per_s
+    costs = typical([before, timers.groups_ms()])
+    bound = bound_tokens_per_s(users, [partial(interpolate, cost) for cost in costs], ring.road_ms)
     return {
         "users": users,
         "rtt_ms": asked_ms,
         "tokens_per_s": round(rate, 2),
         "bound_tokens_per_s": round(bound, 2),
         "ratio": round(rate / bound, 3),
+        "costs_ms": costs,
     }
 
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _show(report: Mapping[str, Any]) -> None:
     console = Console()
-    for stage, costs in enumerate(report["costs_ms"]):
+    for stage, costs in enumerate(typical([row["costs_ms"] for row in report["rows"]])):
         console.print(f"stage {stage}: " + ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in costs.items()))
     table = Table(title=f"{report['stages']} stages, schedule {report['schedule']}")
     for name in ("users", "rtt_ms", "tokens_per_s", "bound_tokens_per_s", "ratio"):

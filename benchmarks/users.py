@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PROMPTS = ("a lighthouse keeper", "two rivals", "a long winter", "an old clock", "a train", "bees", "a map", "the sea")
-MEASURED_ROWS = (1, 2, 3, 4, 8)
-"""Costs by rows are steps, not lines: what lies between these is taken from a line."""
 WARM_UP_TOKENS = 32
 """Of replies that do not count: the ring learns what its groups cost."""
 
@@ -127,15 +125,9 @@ class Crowd:
             return 0.0
         return (len(inside) - 1) / (inside[-1] - inside[0]) * result.completion_tokens / len(times)
 
-    def stage_ms(self, stage: int) -> float:
-        """A stage's compute for all decode steps of a reply, mean over the replies."""
-        name = f"stage{stage}_ms"
-        return statistics.mean(float(r.timing[name]) * (r.completion_tokens - 1) for r in self.done)
-
-    @property
-    def steps(self) -> float:
-        """Decode steps of a reply, mean over the replies."""
-        return statistics.mean(result.completion_tokens - 1 for result in self.done)
+    def timing_ms(self, name: str) -> float:
+        """A decode step's mean milliseconds of that name in the replies' timing (`stage0_ms`, `link_ms`, …)."""
+        return statistics.mean(float(reply.timing[name]) for reply in self.done)
 
 
 @contextmanager
@@ -157,27 +149,3 @@ def running_ring(about: RingUnderTest) -> Iterator[Ring]:
         ring = Ring(swarm, model, statistics.mean(proxy.rtt_ms for proxy in proxies), about.stages)
         ring.run(2, 8)
         yield ring
-
-
-def step_costs(about: RingUnderTest, tokens: int) -> list[dict[int, float]]:
-    """Each stage's milliseconds by rows, with all stages busy: as many groups of that size as there are stages.
-
-    The groups are held to their size by SWARM_SERVE_MAX_BATCH and the source's rules, on a ring of its own. While the
-    first users already decode and the last ones are still being read, groups are smaller; so are they at the end. That
-    is the same in long and in short replies: what a step costs is the difference of the two by their steps.
-    """
-    costs: list[dict[int, float]] = [{} for _ in range(about.stages)]
-    for rows in MEASURED_ROWS:
-        users = rows * about.stages
-        fixed = {
-            "SWARM_SERVE_SCHEDULE": "source",
-            "SWARM_SERVE_MAX_BATCH": str(rows),
-            "SWARM_SERVE_IN_FLIGHT": str(users),
-        }
-        alone = RingUnderTest(about.stages, 0.0, about.dtype, about.threads, {**about.environment, **fixed})
-        with running_ring(alone) as ring:
-            short, long = ring.run(users, WARM_UP_TOKENS), ring.run(users, WARM_UP_TOKENS + tokens)
-        for stage in range(about.stages):
-            more_ms = long.stage_ms(stage) - short.stage_ms(stage)
-            costs[stage][rows] = round(more_ms / (long.steps - short.steps), 2)
-    return costs
