@@ -53,6 +53,12 @@ class ModelNotLoaded(SwarmError):
     code, status, retryable = "model_not_loaded", 503, True
 
 
+class ModelRestoring(SwarmError):
+    """Its ring was lost, and it is being loaded again or waits for peers that can hold it."""
+
+    code, status, retryable = "model_restoring", 503, True
+
+
 class PeerNotFound(SwarmError):
     code, status = "peer_not_found", 404
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 REQUEST_S = 120.0
 """No request takes this long on any machine: one that does hangs."""
-SERVING_CODES = frozenset({"stage_lost", "model_not_loaded", "model_unloading", "overloaded"})
+SERVING_CODES = frozenset({"stage_lost", "model_not_loaded", "model_restoring", "model_unloading", "overloaded"})
 """What a client may be told, whatever it asked, while stages die and models are reloaded."""
 ALPHABET = "abcdefghij"
 

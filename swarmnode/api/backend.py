@@ -70,8 +70,8 @@ ChatEvent = Accepted | Started | TextDelta | Done
 class ModelCard:
     """A servable as listed by `/v1/models` and `/api/v1/models`.
 
-    `state`: "available", "loading", "ready", "relinking", "unloading", "lost" or "failed". `details` is JSON for the
-    administration routes (layers, stages, files, dtype, loaded stages …).
+    `state`: "available", "loading", "ready", "relinking", "restoring", "unloading", "lost" or "failed". `details` is
+    JSON for the administration routes (layers, stages, files, dtype, loaded stages …).
     """
 
     id: ModelId
@@ -94,6 +94,8 @@ class LoadOptions:
     """One of cluster.quantization.METHODS."""
     wait: bool = False
     """True: return only when the load is ready; raises LoadFailed."""
+    prefer: tuple[str, ...] = ()
+    """Ids of nodes, in stage order: each gets its stage where it can. Never asked for from outside."""
 
 
 class Backend(Protocol):

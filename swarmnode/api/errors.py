@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse
 
-from swarmnode.errors import ContextTooLong, InternalError, Overloaded, SwarmError
+from swarmnode.errors import ContextTooLong, InternalError, ModelRestoring, Overloaded, SwarmError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +16,9 @@ RETRY_AFTER_S = 2
 """What a retryable 503 asks for: stages come back in seconds, and OpenAI's clients give up after two tries."""
 OVERLOADED_RETRY_AFTER_S = 5
 """A full waiting room needs some replies to end first."""
+RESTORING_RETRY_AFTER_S = 5
+"""Weights have to be read again."""
+_RETRY_AFTER_S = {Overloaded.code: OVERLOADED_RETRY_AFTER_S, ModelRestoring.code: RESTORING_RETRY_AFTER_S}
 
 _TYPES = {
     400: "invalid_request_error",
@@ -60,8 +63,7 @@ def describe(error: SwarmError | HttpError) -> tuple[int, dict[str, Any], dict[s
     code = "context_length_exceeded" if isinstance(error, ContextTooLong) else error.code
     headers = {}
     if error.status == 503:
-        after = OVERLOADED_RETRY_AFTER_S if isinstance(error, Overloaded) else RETRY_AFTER_S
-        headers["retry-after"] = str(after)
+        headers["retry-after"] = str(_RETRY_AFTER_S.get(error.code, RETRY_AFTER_S))
     return error.status, error_body(error.status, code, error.message, error.param), headers
 
 

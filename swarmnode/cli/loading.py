@@ -30,7 +30,8 @@ def follow_load(
         status = client.get(model_path(model, "status"))
     show(status)
     if status["state"] != "ready":
-        why = status["error"]["message"] if status.get("error") else f"it is {status['state']}"
+        error = (status.get("error") or {}).get("message") or f"it is {status['state']}"
+        why = (status.get("restoring") or {}).get("waits_for") or error
         raise LoadFailed(f"{model} did not load: {why}")
     return status
 

@@ -5,7 +5,7 @@ The KV cache is planned for the sessions that the ring is meant to hold together
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.partition import balanced_boundaries
@@ -18,12 +18,12 @@ from swarmnode.cluster.quantization import (
     SERVE_QUANTIZED,
 )
 from swarmnode.errors import LoadRefused, PeerNotFound
+from swarmnode.ids import NodeId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from swarmnode.cluster.pricing import ModelShape
-    from swarmnode.ids import NodeId
 
 _WHY_LACKING = {
     method: "bitsandbytes is not installed" if needed == SERVE_QUANTIZED else "its device is a card"
@@ -74,6 +74,8 @@ class PlanRequest:
     typical_tokens: int = 1024
     min_context_tokens: int = 4096
     quantization: str = NONE
+    prefer: tuple[str, ...] = ()
+    """Ids of nodes, in stage order: each gets its stage where it can, and others take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,15 @@ class Plan:
 
 def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources]) -> Plan:
     """Cut the model, choose peers and size the KV budget; raises LoadRefused or PeerNotFound with the numbers."""
+    if request.prefer:
+        try:
+            return _plan(shape, request, peers)
+        except LoadRefused:
+            return _plan(shape, replace(request, prefer=()), peers)
+    return _plan(shape, request, peers)
+
+
+def _plan(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources]) -> Plan:
     layers = len(shape.layer_params)
     stages = len(request.peers) or shape.recorded_stages if request.num_stages is None else request.num_stages
     if not 1 <= stages <= layers:
@@ -142,7 +153,15 @@ def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResourc
             + ". Start more peers (the coordinator may be one: `up --role coordinator --role peer`), unload a model"
             + (f", or ask for fewer stages: `--stages {len(idle)}`" if idle else "")
         )
-    return idle[:stages]
+    return _preferred(request, stages, idle)
+
+
+def _preferred(request: PlanRequest, stages: int, idle: Sequence[PeerResources]) -> list[PeerResources]:
+    """`idle` is best first; whoever is preferred for a stage and can hold it gets it."""
+    able = {peer.node: peer for peer in idle if _has_kernels(peer, request.quantization)}
+    kept = [able.get(NodeId(node)) for node in request.prefer] if len(request.prefer) == stages else [None] * stages
+    others = iter([peer for peer in idle if peer not in kept])
+    return [peer if peer is not None else next(others) for peer in kept]
 
 
 def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:

@@ -34,6 +34,7 @@ from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
+from swarmnode.roles.restoring import Restoring
 from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.roles.ring_record import from_record, to_record
 from swarmnode.roles.worker_logs import LogAsks
@@ -103,6 +104,7 @@ class Coordinator:
         self.serve_api: Callable[[str, Channel], Awaitable[None]] | None = None
         """Serves a call that the peer of that name forwards; None while there is no API."""
         self.lifecycle = RingLifecycle(lambda: self.rings.values(), context.settings, self._emit)
+        self.restoring = Restoring(lambda model, options: self.start_load(model, options, asked=False), self._emit)
         self.logs = LogAsks(self.post)
         self._epoch = 0
         self._membership = Membership()
@@ -117,13 +119,17 @@ class Coordinator:
             nursery.start_soon(self._driver.run)
             nursery.start_soon(self.lifecycle.run)
             self._adopt_rings(nursery)
+            nursery.start_soon(self.restoring.run)
             task_status.started()
             await trio.sleep_forever()
 
     # rings
 
     def _adopt_rings(self, nursery: trio.Nursery) -> None:
-        """Take over what ran when this coordinator was here last: its stages may still be there."""
+        """Take over what ran when this coordinator was here last: its stages may still be there. What is to be there
+        besides is loaded again."""
+        if self._state is not None:
+            self.restoring.remember(self._state.desired)
         for record in self._state.rings if self._state is not None else ():
             try:
                 planned = from_record(record)
@@ -133,15 +139,19 @@ class Coordinator:
             ring = LoadedRing(planned, self.post, self._ring_over, adopted=True)
             self._epoch = max(self._epoch, planned.specs[0].epoch[0])
             self.rings[ring.ring] = ring
+            self.restoring.up(ring)
             nursery.start_soon(self.lifecycle.serve, ring)
 
     async def keep_rings(self) -> None:
         """Write down the rings that run, for whoever coordinates after a restart."""
         if self._state is None:
             return
-        running = [to_record(ring.planned) for ring in self.rings.values() if ring.runs]
+        running = [ring for ring in self.rings.values() if ring.runs]
+        for ring in running:
+            self.restoring.up(ring)
+        leaving = {ring.model for ring in self.rings.values() if ring.draining}
         try:
-            await self._state.keep_rings(running)
+            await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
         except OSError as error:
             _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
 
@@ -154,22 +164,26 @@ class Coordinator:
         """The ring that serves or is to serve `model`."""
         return next((ring for ring in self.rings.values() if ring.model == model), None)
 
-    def start_load(self, model: ModelId, options: LoadOptions) -> LoadedRing:
-        """Plan a ring and begin to load it; raises LoadRefused and the like before anything was sent."""
+    def start_load(self, model: ModelId, options: LoadOptions, *, asked: bool = True) -> LoadedRing:
+        """Plan a ring and begin to load it; raises LoadRefused and the like before anything was sent. What nobody
+        `asked` for takes no other ring's place."""
         if self._nursery is None:
             raise RuntimeError("start_load before run")
         self._epoch += 1
-        planned, leaving = self.plan_load(model, options)
+        planned, leaving = self.plan_load(model, options, evict=asked)
         self.lifecycle.evict(leaving, model)
         ring = LoadedRing(planned, self.post, self._ring_over)
         self.rings[ring.ring] = ring
         self.ended.pop(model, None)
+        self.restoring.begun(ring, options, asked=asked)
         self._nursery.start_soon(self.lifecycle.serve, ring, leaving)
         self._emit("ring_loading", {"model": model, "ring": ring.ring, "stages": len(ring.specs)})
         self._nursery.start_soon(self._keep_when_ready, ring)
         return ring
 
-    def plan_load(self, model: ModelId, options: LoadOptions) -> tuple[PlannedRing, Sequence[LoadedRing]]:
+    def plan_load(
+        self, model: ModelId, options: LoadOptions, *, evict: bool = True
+    ) -> tuple[PlannedRing, Sequence[LoadedRing]]:
         """What a load would be, and the rings that would go for it; raises as `start_load` and changes nothing."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self.registry.get(model)
@@ -178,17 +192,18 @@ class Coordinator:
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
             return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
 
-        planned, leaving = self.lifecycle.find_room(self.members.values(), plan)
+        planned, leaving = self.lifecycle.find_room(self.members.values(), plan, evict=evict)
         return with_sources(planned, self.members.values()), leaving
 
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]
         self.ended[ModelId(ring.model)] = ring
         self.context.traffic.forget_ring(ring.ring)
-        if self._nursery is not None:
-            self._nursery.start_soon(self.keep_rings)
         why = ring.error.message if ring.error is not None else None
         self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
+        self.restoring.over(ring)
+        if self._nursery is not None:
+            self._nursery.start_soon(self.keep_rings)
 
     def _emit(self, event: str, values: Mapping[str, object]) -> None:
         self.recent.note(event, values, time.time())
@@ -323,12 +338,15 @@ class Coordinator:
         self._driver.feed(Heard(identity.node, identity.boot))
         member = self.members.get(identity.node)
         if member is not None and member.boot == identity.boot:
+            came = not member.usable
             member.beat = read_report(Beat, frame)
             for held in member.beat.stages:
                 ring = self.rings.get(RingId(held.ring))
                 if ring is not None and ring.stage_of(identity.node) == held.stage:
                     ring.take_links(held.stage, held.links)
             self._note_lost(identity.node, {held.ring for held in member.beat.stages})
+            if came:
+                self.restoring.room_changed()
 
     def _note_lost(self, node: NodeId, held: set[str]) -> None:
         """A node of a ring that was away, or whose coordinator was, is back: it may have lost its stage meanwhile."""

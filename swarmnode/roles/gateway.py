@@ -12,7 +12,7 @@ import trio
 from swarmnode.api.backend import ChatEvent, ChatRequest, Done, LoadOptions, ModelCard
 from swarmnode.cluster.membership import NodeState
 from swarmnode.cluster.performance import Performance
-from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelUnloading, PeerNotFound, StageLost
+from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelRestoring, ModelUnloading, PeerNotFound
 from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
 from swarmnode.roles.counted import counted
@@ -78,6 +78,8 @@ class Gateway:
 
     def _state(self, model: ModelId) -> str:
         ring = self._coordinator.ring_of(model)
+        if self._coordinator.restoring.error(model, ring) is not None:
+            return "restoring"
         if ring is None:
             ended = self._coordinator.ended.get(model)
             return ended.state if ended is not None and ended.error is not None else "available"
@@ -93,12 +95,14 @@ class Gateway:
     async def load(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
         ring = self._coordinator.ring_of(model_id)
-        if ring is not None and ring.state != "ready":
+        again = ring is not None and ring.state == "loading" and self._state(model_id) == "restoring"
+        if ring is not None and ring.state != "ready" and not again:
             raise Conflict(f"{model} is {ring.state}; wait until that is over")
         if ring is not None and not _same(ring, options):
             raise Conflict(f"{model} is loaded over {len(ring.specs)} stages in {ring.dtype}; unload it first")
         if ring is None:
             ring = self._coordinator.start_load(model_id, options)
+        self._coordinator.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
             await self._coordinator.keep_rings()  # what is answered outlives this process
@@ -115,9 +119,11 @@ class Gateway:
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
         ring = self._coordinator.ring_of(model_id)
+        self._coordinator.restoring.forget(model_id)
         if ring is not None:
             await ring.unload(force=force)
-            await self._coordinator.keep_rings()
+        self._coordinator.ended.pop(model_id, None)
+        await self._coordinator.keep_rings()
         return self.status(model)
 
     # what is going on
@@ -125,13 +131,22 @@ class Gateway:
     def status(self, model: str) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
         ring = self._coordinator.ring_of(model_id)
-        shown = ring or self._coordinator.ended.get(model_id)
-        about: dict[str, Any] = {"id": model_id, "state": self._state(model_id), "error": None, "stages": []}
-        if shown is not None and shown.error is not None:
-            about["error"] = {"code": shown.error.code, "message": shown.error.message}
+        about: dict[str, Any] = {"stages": [], **self._condition(model_id)}
         if ring is not None:
             about |= self._ring_status(ring)
         return about
+
+    def _condition(self, model: ModelId) -> dict[str, Any]:
+        """Of a model that is loaded, was, or is to be again."""
+        ring, restoring = self._coordinator.ring_of(model), self._coordinator.restoring
+        shown = ring or self._coordinator.ended.get(model)
+        error = restoring.error(model, ring) or (shown.error if shown is not None else None)
+        return {
+            "id": model,
+            "state": self._state(model),
+            "error": None if error is None else {"code": error.code, "message": error.message},
+            "restoring": restoring.status(model, ring),
+        }
 
     def nodes(self) -> Mapping[str, Any]:
         coordinator = self._coordinator
@@ -151,22 +166,28 @@ class Gateway:
             }
             for member in coordinator.members.values()
         ]
-        rings = [
-            {"id": ring.model, "state": ring.state, **self._ring_status(ring)} for ring in coordinator.rings.values()
-        ]
+        present = list(coordinator.rings.values())
+        rings = [{**self._condition(ModelId(ring.model)), **self._ring_status(ring)} for ring in present]
         return {
             "coordinator": me,
             "term": coordinator.term,
             "voters": coordinator.voters(),
             "peers": peers,
             "rings": rings,
-            "lost": [_lost(ring) for ring in coordinator.ended.values() if ring.error is not None],
+            "lost": [self._condition(model) for model in self._lost()],
             "members": [self._known(record) for record in coordinator.enrolment.nodes],
             "carried": self._carried(),
             "requests": self._performance.running(trio.current_time()),
             "events": coordinator.recent.newest(),
             "traffic": coordinator.context.traffic.snapshot(),
         }
+
+    def _lost(self) -> list[ModelId]:
+        """Models without a ring that nobody unloaded: those that failed, and those that are to be loaded again."""
+        coordinator = self._coordinator
+        failed = [model for model, ring in coordinator.ended.items() if ring.error is not None]
+        present = {ring.model for ring in coordinator.rings.values()}
+        return sorted({*failed, *coordinator.restoring.waiting(present)})
 
     def _carried(self) -> dict[str, int]:
         """Links that do not go straight."""
@@ -264,10 +285,10 @@ class Gateway:
 
     def _serving_ring(self, model: ModelId) -> LoadedRing:
         ring = self._coordinator.ring_of(model)
+        lost = self._coordinator.restoring.error(model, ring)
+        if lost is not None:
+            raise ModelRestoring(f"{model} was lost ({lost.message}) and is being loaded again; try again later")
         if ring is None:
-            ended = self._coordinator.ended.get(model)
-            if ended is not None and ended.error is not None and ended.state == "lost":
-                raise StageLost(f"{model} was lost ({ended.error.message}); load it again")
             raise ModelNotLoaded(f"{model} is not loaded; load it with `swarmnode model-load {model}`")
         if ring.draining:
             raise ModelUnloading(f"{model} is being unloaded")
@@ -324,12 +345,6 @@ def _same(ring: LoadedRing, options: LoadOptions) -> bool:
     methods = (None, ring.quantization, ring.asked_quantization)
     same_weights = options.dtype in ("auto", ring.dtype) and options.quantization in methods
     return stages == len(ring.specs) and on_peers and same_weights
-
-
-def _lost(ring: LoadedRing) -> dict[str, Any]:
-    """What became of a ring that nobody unloaded."""
-    error = None if ring.error is None else {"code": ring.error.code, "message": ring.error.message}
-    return {"id": ring.model, "state": ring.state, "error": error}
 
 
 def _ring_status(ring: LoadedRing) -> dict[str, Any]:

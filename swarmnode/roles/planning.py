@@ -141,6 +141,7 @@ def _place(
             typical_tokens=settings.typical_tokens,
             min_context_tokens=settings.context_tokens,
             quantization=method,
+            prefer=options.prefer,
         )
         try:
             plan = plan_load(model_shape(manifest), request, offers)

@@ -86,15 +86,17 @@ class RingLifecycle:
         self,
         members: Collection[Member],
         plan: Callable[[Sequence[PeerResources]], PlannedRing],
+        *,
+        evict: bool = True,
     ) -> tuple[PlannedRing, list[LoadedRing]]:
         """A plan, and the rings that go first; changes nothing. Raises as `plan`, and Conflict where rings that must
-        stay are in the way."""
+        stay are in the way; all must without `evict`."""
         leaving = frozenset(ring.ring for ring in self._rings() if _is_leaving(ring))
 
         def plan_without(gone: frozenset[RingId]) -> PlannedRing:
             return plan([self._offer(member, gone | leaving) for member in members if member.usable])
 
-        staying = [self._use(ring) for ring in self._rings() if ring.ring not in leaving]
+        staying = [self._use(ring, evict) for ring in self._rings() if ring.ring not in leaving]
         planned, evicted = find_room(staying, plan_without, _nodes)
         held = _nodes(planned)
         gone = {ring.ring for ring in self._rings() if ring.ring in leaving and held & {*ring.life.nodes}}
@@ -108,12 +110,14 @@ class RingLifecycle:
                 self._driver.feed(RingGone(ring.ring))
                 self._emit("ring_evicted", {"model": ring.model, "ring": ring.ring, "for": model})
 
-    def _use(self, ring: LoadedRing) -> RingUse:
+    def _use(self, ring: LoadedRing, evict: bool) -> RingUse:
         kept = ""
         if ring.requests:
             kept = f"{len(ring.requests)} running there"
         elif ring.state == "loading":
             kept = "it is loading"
+        elif not evict:
+            kept = "it serves"
         return RingUse(ring.ring, ring.model, frozenset(ring.life.nodes), self._uses.last_used_s(ring.ring), kept)
 
     def _offer(self, member: Member, gone: frozenset[RingId]) -> PeerResources:

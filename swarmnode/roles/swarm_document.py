@@ -1,5 +1,6 @@
 """The swarm's document: who may join, who is in and who was removed, who may coordinate, the API tokens, the catalogue,
-and the rings that run. Everything a new coordinator must know; small, and replaced as a whole."""
+the rings that run and the models that are to stay loaded. Everything a new coordinator must know; small, and replaced
+as a whole."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class SwarmDocument:
     models: Mapping[str, Manifest] = field(default_factory=dict)
     """The catalogue, by id; the files may lie on other nodes."""
     rings: tuple[Mapping[str, Any], ...] = ()
-    """See `ring_record`."""
+    """Those that run; see `ring_record`."""
+    desired: tuple[Mapping[str, Any], ...] = ()
+    """Models that are loaded again when their rings are lost; see `restoring`."""
 
     def draft(self) -> SwarmDocument:
         """A copy whose books may be changed."""
@@ -58,6 +61,7 @@ class SwarmDocument:
             "tokens": self.tokens.as_json(),
             "models": [self.models[name].model_dump(mode="json") for name in sorted(self.models)],
             "rings": list(self.rings),
+            "desired": list(self.desired),
         }
         data = json.dumps(content, separators=(",", ":")).encode()
         if len(data) > MAX_DOCUMENT_BYTES:
@@ -87,6 +91,7 @@ def decode_document(data: bytes) -> SwarmDocument:
             tokens=TokenBook.read(content.get("tokens", [])),
             models={manifest.id: manifest for manifest in manifests},
             rings=tuple(content.get("rings", ())),
+            desired=tuple(content.get("desired", ())),
         )
     except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"it lacks a part or has a wrong one ({error!r:.200})") from error

@@ -77,6 +77,10 @@ class SwarmState:
         return self._document.rings
 
     @property
+    def desired(self) -> Sequence[Mapping[str, Any]]:
+        return self._document.desired
+
+    @property
     def version(self) -> int:
         return self._replica.entry.version
 
@@ -99,9 +103,10 @@ class SwarmState:
     async def keep_models(self, models: Mapping[str, Manifest]) -> None:
         await self._put(models=models)
 
-    async def keep_rings(self, rings: Sequence[Mapping[str, Any]]) -> None:
-        """The records of all rings that whoever coordinates next should find again."""
-        await self._put(rings=tuple(rings))
+    async def keep_rings(self, rings: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The records of all rings that whoever coordinates next should find again, and of all models that it should
+        load again where it does not."""
+        await self._put(rings=tuple(rings), desired=tuple(desired))
 
     async def _put(self, **parts: object) -> None:
         """What is kept already is not written again."""

@@ -50,6 +50,10 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
         case "ring_over":
             why = f": {values['error']}" if values.get("error") else ""
             return f"{values['model']} is no longer loaded{why}"
+        case "ring_restoring":
+            return f"{values['model']} is being loaded again: {values['why']}"
+        case "ring_waits":
+            return f"{values['model']} waits to be loaded again: {values['waits_for']}"
         case "coordinating":
             return f"this node coordinates the swarm now (term {values['term']})"
         case "resigned":

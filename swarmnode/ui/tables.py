@@ -26,6 +26,7 @@ STATE_STYLES = {
     "loading": "yellow",
     "unloading": "yellow",
     "relinking": "yellow",
+    "restoring": "yellow",
     "suspect": "yellow",
     "lost": "red",
     "failed": "red",
@@ -84,7 +85,23 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     error = status.get("error")
     if error:
         parts.append(Text(f"{error.get('code')}: {error.get('message')}", style="red"))
+    if status.get("restoring"):
+        parts.append(literal(restoring_text(status["restoring"]), style="yellow"))
     return Group(*parts)
+
+
+def restoring_text(restoring: Mapping[str, Any]) -> str:
+    """How far a lost model is from being loaded again."""
+    next_try_s = restoring.get("next_try_s")
+    failed = restoring.get("failures")
+    return quantities.listed(
+        [
+            f"lost: stage {restoring['stage']}" if restoring.get("stage") is not None else "",
+            f"waits for: {restoring['waits_for']}" if restoring.get("waits_for") else "is being loaded again",
+            f"next try in {next_try_s:.0f} s" if next_try_s is not None else "",
+            f"{quantities.plural(failed, 'try', 'tries')} failed" if failed else "",
+        ]
+    )
 
 
 def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:

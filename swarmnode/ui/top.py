@@ -14,7 +14,7 @@ from swarmnode.ui import quantities
 from swarmnode.ui.fitted_table import FittedTable
 from swarmnode.ui.sentences import sentence
 from swarmnode.ui.sparkline import sparkline
-from swarmnode.ui.tables import literal, stage_phase, state_text, status_view
+from swarmnode.ui.tables import literal, restoring_text, stage_phase, state_text, status_view
 from swarmnode.ui.top_view import DETAILS, OVERVIEW, SECTIONS, History, View, nodes_of, rows_of, sorted_requests
 
 if TYPE_CHECKING:
@@ -219,7 +219,9 @@ def _ring_line(ring: Mapping[str, Any], marked: bool) -> Text:
     budget = ring.get("kv_tokens")
     kept = f"KV {_percent(ring.get('kv_reserved_tokens'), budget)} of {budget:,} tokens" if budget else ""
     error = str((ring.get("error") or {}).get("message") or "")
-    return line.append("  ").append_text(literal(quantities.listed((*busy, speed, kept, error)), style="not bold"))
+    again = restoring_text(ring["restoring"]) if ring.get("restoring") else ""
+    facts = quantities.listed((*busy, speed, kept, again, error))
+    return line.append("  ").append_text(literal(facts, style="not bold"))
 
 
 def _stages(ring: Mapping[str, Any]) -> FittedTable:

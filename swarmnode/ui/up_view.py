@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-RING_EVENTS = {"ring_loading": "loading", "ring_ready": "ready", "ring_idle": "unloading", "ring_evicted": "unloading"}
+RING_EVENTS = {
+    "ring_loading": "loading",
+    "ring_ready": "ready",
+    "ring_idle": "unloading",
+    "ring_evicted": "unloading",
+    "ring_restoring": "restoring",
+    "ring_waits": "restoring",
+}
 
 
 class UpView:

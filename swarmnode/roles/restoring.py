@@ -1,0 +1,218 @@
+"""Models that are to stay loaded: what the coordinator knows of each of them, and loads again when its ring is lost.
+
+A model is wanted from the moment its ring first served: whoever asks for a load that fails is told so, and nothing is
+tried again behind their back. It is let go when its ring is unloaded, was idle for too long, or makes room.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from swarmnode.api.backend import LoadOptions
+from swarmnode.cluster.desired_rings import (
+    DesiredRings,
+    LetGo,
+    LoadBegun,
+    LoadNow,
+    NoPlace,
+    Remembered,
+    RingEnded,
+    RingUp,
+    RoomChanged,
+    Told,
+)
+from swarmnode.driver import Driver
+from swarmnode.errors import StageLost, SwarmError
+from swarmnode.ids import ModelId, NodeId, RingId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from swarmnode.roles.loaded_ring import LoadedRing
+
+_OPTIONS = ("num_stages", "peers", "dtype", "quantization")
+_ENDING = "its other stages to give their memory back"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    options: LoadOptions
+    nodes: tuple[NodeId, ...]
+    """Who held its stages last."""
+    error: SwarmError | None = None
+    """How its ring was lost; None while it was not."""
+    stage: int | None = None
+    waits_for: str = ""
+    told: str = ""
+    """What people were last told it waits for."""
+
+
+class Restoring:
+    """`load` begins a load that makes nobody leave, or raises; `emit` hears what is lost and what it waits for."""
+
+    def __init__(
+        self,
+        load: Callable[[ModelId, LoadOptions], LoadedRing],
+        emit: Callable[[str, Mapping[str, object]], None],
+    ) -> None:
+        self._load = load
+        self._emit = emit
+        self._wanted: dict[ModelId, _Wanted] = {}
+        self._asked: dict[RingId, LoadOptions] = {}
+        """What the rings that are there were loaded with."""
+        self._tries: set[RingId] = set()
+        """Those that were loaded again, without anybody asking."""
+        self._machine = DesiredRings()
+        self._driver: Driver[Told, object, LoadNow] = Driver(self._machine, lambda _: None, self._load_again)
+
+    async def run(self) -> None:
+        """Load what is due, until cancelled."""
+        await self._driver.run()
+
+    # what is wanted
+
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """What a coordinator before this one wrote down."""
+        for record in records:
+            try:
+                model, wanted = _read(record)
+            except ValueError as error:
+                _log.warning("a model of before cannot be loaded again: %s", error)
+                continue
+            wanted.error = StageLost("it was not loaded when this coordinator began")
+            wanted.waits_for = "its peers to come back"
+            self._wanted[model] = wanted
+            self._driver.feed(Remembered(model))
+
+    def records(self, leaving: Collection[str]) -> list[dict[str, Any]]:
+        """As JSON values, without the models that are being unloaded."""
+        return [_record(model, wanted) for model, wanted in sorted(self._wanted.items()) if model not in leaving]
+
+    def forget(self, model: ModelId) -> None:
+        """It is not to be loaded again."""
+        self._wanted.pop(model, None)
+        self._driver.feed(LetGo(model))
+
+    # what happens to rings
+
+    def begun(self, ring: LoadedRing, options: LoadOptions, *, asked: bool) -> None:
+        """A load has begun, because somebody asked for it or because it was due."""
+        self._asked[ring.ring] = options
+        if not asked:
+            self._tries.add(ring.ring)
+        self._driver.feed(LoadBegun(ModelId(ring.model)))
+
+    def join(self, ring: LoadedRing) -> None:
+        """Somebody asks for what is being loaded again: from now on it is their load."""
+        self._tries.discard(ring.ring)
+
+    def up(self, ring: LoadedRing) -> None:
+        """It serves, or is taken over; said again, this changes nothing."""
+        if ring.draining:
+            return
+        model = ModelId(ring.model)
+        known = self._wanted.get(model)
+        options = self._asked.get(ring.ring) or (known.options if known is not None else _options_of(ring))
+        self._wanted[model] = _Wanted(replace(options, prefer=()), ring.life.nodes)
+        self._tries.discard(ring.ring)
+        self._driver.feed(RingUp(model))
+
+    def over(self, ring: LoadedRing) -> None:
+        """Its memory is back; a ring that was lost is loaded again."""
+        self._asked.pop(ring.ring, None)
+        self._tries.discard(ring.ring)
+        model = ModelId(ring.model)
+        wanted, lost = self._wanted.get(model), ring.life.error
+        if ring.draining or lost is None:
+            self.forget(model)
+        elif wanted is not None:
+            if lost.was_ready:
+                wanted.error, wanted.stage, wanted.waits_for, wanted.told = ring.error, lost.stage, "", ""
+                self._emit("ring_restoring", {"model": model, "why": lost.message})
+            self._driver.feed(RingEnded(model))
+            if not lost.was_ready:
+                self._wait(model, wanted, f"another try, since the last one failed: {lost.message}")
+        self.room_changed()
+
+    def room_changed(self) -> None:
+        """A peer has come, or one has less to hold."""
+        self._driver.feed(RoomChanged())
+
+    # what people see
+
+    def error(self, model: ModelId, ring: LoadedRing | None) -> SwarmError | None:
+        """How it was lost, while it is being loaded again; `ring` is the one that is there. Else None."""
+        wanted = self._wanted.get(model)
+        if wanted is None or (ring is not None and ring.draining):
+            return None
+        if ring is None or ring.ring in self._tries:
+            return wanted.error
+        lost = ring.life.error
+        return ring.error if lost is not None and lost.was_ready else None
+
+    def status(self, model: ModelId, ring: LoadedRing | None) -> dict[str, Any] | None:
+        """As the API says it; None for a model that is not being loaded again."""
+        wanted = self._wanted.get(model)
+        error = self.error(model, ring)
+        if wanted is None or error is None:
+            return None
+        due_s = self._machine.next_try_s(model)
+        stage, waits_for = wanted.stage, wanted.waits_for
+        if ring is not None:
+            lost = ring.life.error
+            waits_for = "" if lost is None else _ENDING
+            stage = lost.stage if lost is not None and lost.was_ready else stage
+        return {
+            "stage": stage,
+            "waits_for": waits_for,
+            "next_try_s": None if due_s is None else round(max(0.0, due_s - trio.current_time()), 1),
+            "failures": max(0, self._machine.failures(model) - 1),
+        }
+
+    def waiting(self, models: Collection[str]) -> list[ModelId]:
+        """Those that are wanted and are none of `models`, which have a ring."""
+        return [model for model in sorted(self._wanted) if model not in models]
+
+    def _load_again(self, due: LoadNow) -> None:
+        wanted = self._wanted[due.model]
+        try:
+            self._load(due.model, replace(wanted.options, prefer=wanted.nodes))
+        except (SwarmError, OSError) as error:
+            self._driver.feed(NoPlace(due.model))
+            self._wait(due.model, wanted, str(error))
+
+    def _wait(self, model: ModelId, wanted: _Wanted, waits_for: str) -> None:
+        wanted.waits_for = waits_for
+        if wanted.told != waits_for:
+            wanted.told = waits_for
+            self._emit("ring_waits", {"model": model, "waits_for": waits_for})
+
+
+def _options_of(ring: LoadedRing) -> LoadOptions:
+    """Of a ring that a version loaded which did not write them down."""
+    return LoadOptions(num_stages=len(ring.specs), dtype=ring.dtype, quantization=ring.asked_quantization)
+
+
+def _record(model: ModelId, wanted: _Wanted) -> dict[str, Any]:
+    options = {name: value for name, value in asdict(wanted.options).items() if name in _OPTIONS}
+    return {"model": model, "nodes": list(wanted.nodes), **options, "peers": list(wanted.options.peers)}
+
+
+def _read(record: Mapping[str, Any]) -> tuple[ModelId, _Wanted]:
+    """Raises ValueError for what `_record` did not write."""
+    try:
+        stages, quantization = record["num_stages"], record["quantization"]
+        options = LoadOptions(
+            num_stages=None if stages is None else int(stages),
+            peers=tuple(map(str, record["peers"])),
+            dtype=str(record["dtype"]),
+            quantization=None if quantization is None else str(quantization),
+        )
+        return ModelId(str(record["model"])), _Wanted(options, tuple(NodeId(str(node)) for node in record["nodes"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its record does not fit: {error!r:.200}") from error
