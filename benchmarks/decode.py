@@ -143,7 +143,7 @@ def transformers_step(folder: Path, context: int) -> Callable[[], None]:
 
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(AutoConfig.from_pretrained(folder / "tokenizer"), dtype=torch.bfloat16)
-    tensors = {name: t for path in folder.glob("shards/*/*.safetensors") for name, t in load_file(path).items()}
+    tensors = {name: t for path in folder.glob("shards/*/model.safetensors") for name, t in load_file(path).items()}
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     model.eval()

@@ -158,9 +158,11 @@ def largest_block(files: tuple[Path, ...], case: dict[str, Any], dtype: str) -> 
 
 def layer_params(files: tuple[Path, ...], layers: int) -> list[int]:
     """Parameters of every layer, then of the embeddings, then of the head with its norm."""
+    from swarmnode.catalog.kept_blocks import weight_and_kind
     from swarmnode.catalog.safetensors_header import read_header
 
-    tensors = {name: entry for path in files for name, entry in read_header(path).items()}
+    headers = [read_header(path) for path in files]
+    tensors = {n: entry for header in headers for n, entry in header.items() if weight_and_kind(n) is None}
     sizes = [0] * (layers + 2)
     for name, entry in tensors.items():
         parts = name.split(".")

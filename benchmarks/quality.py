@@ -4,7 +4,7 @@ likely token is the one that the weights as stored (float32) hold most likely.
 `python -m benchmarks.quality [--model FOLDER] [--methods none,…] [--tokens N] [--json]`; without a model the demo model
 is imported. The text (openings of Carroll, Doyle and Melville, `quality_text.txt`) is read position by position, as a
 reply is written, so that the kernels of decoding are what is measured. The demo model's weights come from a 4-bit GGUF
-file whose blocks int4-fast takes nearly as they are: read that row on a model of full precision.
+file whose blocks int4-fast takes as they are: what four bits cost is read on a model of full precision.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.catalog.kept_blocks import BLOCKS_DTYPE, BLOCKS_FILE, blocks_shape, weight_and_kind
 from swarmnode.catalog.manifest import MAX_LAYERS
 from swarmnode.catalog.refusals import read_json_object, refuse_own_code, refuse_pickles
 from swarmnode.catalog.safetensors_header import TensorEntry, read_header
@@ -65,6 +66,8 @@ class Checkpoint:
     final_norm: SourceTensor
     head: SourceTensor
     """The embedding where the head is tied to it."""
+    blocks: tuple[Mapping[str, SourceTensor], ...]
+    """By layer, blocks of a GGUF file that some of its matrices were dequantized from; see `kept_blocks`."""
 
     @property
     def tokenizer_paths(self) -> tuple[Path, ...]:
@@ -97,6 +100,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         embedding=embedding,
         final_norm=_required(tensors, FINAL_NORM),
         head=_head(tensors, config, embedding),
+        blocks=_blocks(folder / BLOCKS_FILE, layers),
     )
     _check_vocabulary(checkpoint)
     return checkpoint
@@ -204,6 +208,20 @@ def _layers(tensors: dict[str, SourceTensor], config: dict[str, Any]) -> tuple[d
     if empty:
         raise InvalidModel(f"layer {empty[0]} of {count} has no tensors; is a file of the checkpoint missing?")
     return layers
+
+
+def _blocks(path: Path, layers: tuple[dict[str, SourceTensor], ...]) -> tuple[dict[str, SourceTensor], ...]:
+    """What the GGUF converter wrote beside the weights; none of it where it wrote nothing."""
+    blocks: tuple[dict[str, SourceTensor], ...] = tuple({} for _ in layers)
+    for name, entry in read_header(path).items() if path.is_file() else ():
+        weight, kind = weight_and_kind(name) or ("", "")
+        match = _LAYER.fullmatch(weight)
+        index = int(match[1]) if match is not None else len(layers)
+        matrix = layers[index].get(weight) if index < len(layers) else None
+        if matrix is None or entry.dtype != BLOCKS_DTYPE or entry.shape != blocks_shape(matrix.entry.shape, kind):
+            raise InvalidModel(f"{path.name}: tensor {name!r} is not the blocks of one of the layers' matrices")
+        blocks[index][name] = SourceTensor(path, entry)
+    return blocks
 
 
 def _head(tensors: dict[str, SourceTensor], config: dict[str, Any], embedding: SourceTensor) -> SourceTensor:

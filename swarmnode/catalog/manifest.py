@@ -1,8 +1,8 @@
 """The servable manifest, `servable.json`: what a model is, how it was cut, and every file with size and sha256.
 
 Layout of a servable: `<model>/servable.json`, `<model>/shards/stage-<i>/*.safetensors`, `<model>/tokenizer/*`
-(tokenizer files, `config.json`, `generation_config.json`). Weights are safetensors only; `NAME.chunks` beside one lists
-the sha256 of its parts (see `chunks`).
+(tokenizer files, `config.json`, `generation_config.json`). Weights are safetensors only, some of them in blocks, too
+(see `kept_blocks`); `NAME.chunks` beside one lists the sha256 of its parts (see `chunks`).
 """
 
 from __future__ import annotations

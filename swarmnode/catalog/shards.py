@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmnode.catalog.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, SourceTensor
+from swarmnode.catalog.checkpoint import EMBEDDING, FINAL_NORM, HEAD, SINGLE_FILE, Checkpoint, SourceTensor
 from swarmnode.catalog.chunks import LIST_SUFFIX, encode_chunks
+from swarmnode.catalog.kept_blocks import BLOCKS_FILE
 from swarmnode.catalog.manifest import FileEntry
 from swarmnode.catalog.safetensors_header import DTYPE_BYTES, encode_header
 from swarmnode.cluster.partition import balanced_boundaries
@@ -50,7 +51,8 @@ def default_boundaries(checkpoint: Checkpoint, stages: int) -> tuple[int, ...]:
 
 
 def cut(checkpoint: Checkpoint, boundaries: Sequence[int]) -> tuple[Shard, ...]:
-    """The shards between the boundaries; a tied head is written out on the last one, so no stage needs another's."""
+    """The shards between the boundaries, and with each the one of its matrices' blocks where the checkpoint has some; a
+    tied head is written out on the last one, so no stage needs another's."""
     begins, ends = (0, *boundaries), (*boundaries, len(checkpoint.layers))
     shards = []
     for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
@@ -59,7 +61,10 @@ def cut(checkpoint: Checkpoint, boundaries: Sequence[int]) -> tuple[Shard, ...]:
             tensors |= layer
         if end == len(checkpoint.layers):
             tensors |= {FINAL_NORM: checkpoint.final_norm, HEAD: checkpoint.head}
-        shards.append(Shard(f"shards/stage-{stage}/model.safetensors", tensors))
+        shards.append(Shard(f"shards/stage-{stage}/{SINGLE_FILE}", tensors))
+        blocks = {name: tensor for layer in checkpoint.blocks[begin:end] for name, tensor in layer.items()}
+        if blocks:
+            shards.append(Shard(f"shards/stage-{stage}/{BLOCKS_FILE}", blocks))
     return tuple(shards)
 
 

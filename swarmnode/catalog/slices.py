@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from swarmnode.catalog.kept_blocks import weight_and_kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,13 +21,23 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,5})\.")
 
 
 def slice_tensors(
-    headers: Sequence[Mapping[str, TensorEntry]], first_layer: int, end_layer: int, num_layers: int
+    headers: Sequence[Mapping[str, TensorEntry]],
+    first_layer: int,
+    end_layer: int,
+    num_layers: int,
+    *,
+    from_blocks: bool = False,
 ) -> tuple[dict[str, TensorEntry], ...]:
-    """Of each shard, the tensors that layers first_layer … end_layer-1 read; embeddings and head where they live."""
+    """Of each shard, the tensors that layers first_layer … end_layer-1 read; embeddings and head where they live. Of a
+    matrix that is there in blocks, too, those are read or the weight itself, as `from_blocks` says."""
     is_first, is_last = first_layer == 0, end_layer == num_layers
     has_head = any(HEAD in header for header in headers)
+    blocks = {name: parsed[0] for header in headers for name in header if (parsed := weight_and_kind(name))}
+    unread = set(blocks.values()) if from_blocks else set(blocks)
 
     def reads(name: str) -> bool:
+        if name in unread:
+            return False
         match = _LAYER.match(name)
         if match is not None:
             return first_layer <= int(match[1]) < end_layer

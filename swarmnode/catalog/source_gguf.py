@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 MODULE = "swarmnode.compute.gguf_import"
 MAGIC = b"GGUF"
-_BYTES_PER_GGUF_BYTE = 4
-"""Dequantized bfloat16 over quantized bytes: 16 bits against the 4 to 5 of the usual files, rounded up."""
+_BYTES_PER_GGUF_BYTE = 5
+"""Dequantized bfloat16 and the kept blocks over quantized bytes: 16 and 4.5 bits against the 4.5 of the smallest usual
+files, rounded up."""
 _MAX_LINE_CHARS = 10_000
 _LOG_TAIL_BYTES = 2000
 

@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.catalog.kept_blocks import BLOCKS_FILE
+from swarmnode.compute.gguf_keeping import write_blocks
 from swarmnode.errors import InvalidModel, SwarmError
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _LOCAL_KEYS = ("is_local", "local_files_only")
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write config, bfloat16 weights, tokenizer and chat template of `gguf` into `target`.
+    """Write config, bfloat16 weights, kept blocks, tokenizer and chat template of `gguf` into `target`.
 
     bfloat16: the dequantized values of a 4-bit file carry a few percent of quantization error; rounding them to eight
     bits of mantissa adds 0.14 % (measured on the demo model, Q4_1), forty times less, and no value can overflow, which
@@ -53,6 +55,7 @@ def convert(gguf: Path, target: Path) -> None:
     _add_end_of_turn(model.generation_config, tokenizer)
     check_tokenizer(tokenizer, _as_list(model.generation_config.eos_token_id))
     model.save_pretrained(target)
+    write_blocks(gguf, model, target / BLOCKS_FILE)
     tokenizer.save_pretrained(target)
     _forget_local_keys(target / "tokenizer_config.json")
     _emit({"done": total, "total": total})

@@ -18,13 +18,21 @@ from swarmnode.compute.attention import attend
 from swarmnode.compute.projections import DenseProjection, packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from swarmnode.compute.attention import AttentionSettings
     from swarmnode.compute.kv_cache import StepCache
-    from swarmnode.compute.projections import Projection
+    from swarmnode.compute.projections import Placed, Projection
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+MATRICES: Mapping[str, tuple[str, ...]] = {
+    "qkv": tuple(f"self_attn.{name}" for name in _QKV),
+    "o": ("self_attn.o_proj",),
+    "gate_up": tuple(f"mlp.{name}" for name in _GATE_UP),
+    "down": ("mlp.down_proj",),
+}
+"""A block's matrices in the order they are multiplied, each with the projections whose rows it holds one below the
+other."""
 _PRE_NORMS = {"input_layernorm", "post_attention_layernorm"}
 _SANDWICH_NORMS = _PRE_NORMS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
@@ -119,6 +127,15 @@ def _joined(
     return matrix
 
 
+def rows_of(block: Any, matrix: str) -> Iterator[tuple[str, int, int]]:
+    """The projections of one of MATRICES, with the rows begin … end-1 that are theirs."""
+    begin = 0
+    for name in MATRICES[matrix]:
+        end = begin + block.get_submodule(name).out_features
+        yield name, begin, end
+        begin = end
+
+
 class LeanBlock:
     """One block, its weights filled. `settings` are what transformers' own block asks of attention."""
 
@@ -148,10 +165,12 @@ class LeanBlock:
         )
         self._bind([DenseProjection(weight, bias) for weight, bias in self._matrices])
 
-    def settle(self, method: str) -> None:
-        """Choose the kernels: "none" keeps the dense matrices, "int8" and "int4-fast" replace them by packed ones."""
+    def settle(self, method: str, blocks: Mapping[str, Sequence[Placed]]) -> None:
+        """Choose the kernels: "none" keeps the dense matrices, "int8" and "int4-fast" replace them by packed ones, by
+        name made from `blocks` where there are some."""
         if method != "none":
-            self._bind([packed(method, weight, bias) for weight, bias in self._matrices])
+            named = zip(MATRICES, self._matrices, strict=True)
+            self._bind([packed(method, weight, bias, blocks.get(name, ())) for name, (weight, bias) in named])
             self._matrices = ()
             return
         dense = [DenseProjection(weight, bias) for weight, bias in self._matrices]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swarmnode.compute.attention import attention_mode
 from swarmnode.compute.kv_cache import SessionCache, StepCache
-from swarmnode.compute.lean_block import LeanBlock, Norm, NotLean, fused_room
+from swarmnode.compute.lean_block import MATRICES, LeanBlock, Norm, NotLean, fused_room, rows_of
 from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, signed
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
 from swarmnode.compute.projections import DenseProjection, packed
@@ -23,11 +23,13 @@ from swarmnode.compute.row_padding import pad_few_rows
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from swarmnode.compute.attention import AttentionSettings
+    from swarmnode.compute.gguf_blocks import Q4Blocks
     from swarmnode.compute.lean_block import FusedWeights
     from swarmnode.compute.lora import StageAdapter
+    from swarmnode.compute.projections import Placed
     from swarmnode.compute.stage_model import StageModel
 
     Tail = Callable[[torch.Tensor], torch.Tensor]
@@ -57,6 +59,7 @@ class LeanBuilder:
             if (layer := layer_of(name)) is not None:
                 self._missing.setdefault(layer, set()).add(name)
         self._fused: dict[int, FusedWeights] = {}
+        self._kept: dict[int, dict[str, Q4Blocks]] = {}
         self._blocks: dict[int, LeanBlock] = {}
         self.reason: str | None = None
         """Why transformers' own blocks serve; None while the lean ones do."""
@@ -75,11 +78,14 @@ class LeanBuilder:
             return None
         return self._fused[layer].rooms.get(_within_block(name))
 
-    def loaded(self, name: str) -> None:
-        """A tensor was read and set; completes its block if it was the last one."""
+    def loaded(self, name: str, blocks: Q4Blocks | None = None) -> None:
+        """A tensor was read, dequantized from `blocks` if given, and set; completes its layer's block if it was the
+        last one."""
         layer = layer_of(name)
         if layer is None or self.reason is not None:
             return
+        if blocks is not None:
+            self._kept.setdefault(layer, {})[_within_block(name)] = blocks
         self._missing[layer].discard(name)
         if not self._missing[layer]:
             with torch.inference_mode():
@@ -118,7 +124,7 @@ class LeanBuilder:
         except NotLean as error:
             self._give_up(str(error))
             return
-        block.settle(self._method)
+        block.settle(self._method, _placed(model.block(layer), self._kept.pop(layer, {})))
         if self._adapter is not None:
             self._adapter.beside(model, layer, block)
         self._blocks[layer] = block
@@ -142,6 +148,16 @@ def layer_of(name: str) -> int | None:
 
 def _within_block(name: str) -> str:
     return name.split(".", 3)[3]
+
+
+def _placed(block: Any, kept: Mapping[str, Q4Blocks]) -> dict[str, list[Placed]]:
+    """By matrix, the blocks of its parts."""
+    return {
+        matrix: [
+            (begin, kept[f"{name}.weight"]) for name, begin, _ in rows_of(block, matrix) if f"{name}.weight" in kept
+        ]
+        for matrix in MATRICES
+    }
 
 
 def _prove(model: StageModel, layer: int, fused: FusedWeights, mode: str) -> LeanBlock:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.manifest import MAX_LAYERS
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.freed_memory import return_freed_memory
+from swarmnode.compute.gguf_blocks import Q4Blocks, check_blocks, find_blocks
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.lora import find_adapter
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
-from swarmnode.compute.stored_tensors import find_tensors, parts_of
+from swarmnode.compute.stored_tensors import Part, find_tensors, parts_of
 from swarmnode.compute.tensor_reader import TensorReader
 from swarmnode.errors import LoadRefused
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from swarmnode.compute.spec import StageSpec
-    from swarmnode.compute.stored_tensors import Part, Stored
+    from swarmnode.compute.stored_tensors import Stored
     from swarmnode.compute.tensor_reader import Progress
 
 
@@ -44,7 +46,8 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     wants_lean = (spec.lean and spec.quantization not in BNB_METHODS) or spec.quantization in PACKED_METHODS
     lean = LeanBuilder(model, model.parameters(), spec.quantization, adapter) if wants_lean else None
     merge = None if adapter is None else adapter.merge
-    _fill(model, stored, TensorReader(model.dtype, model.device, progress, merge), lean)
+    blocks = find_blocks(stored) if reads_blocks(spec.quantization, adapted=adapter is not None) else {}
+    _fill(model, stored, blocks, TensorReader(model.dtype, model.device, progress, merge), lean)
     if lean is not None:
         lean.finish()
     elif adapter is not None:
@@ -87,11 +90,21 @@ def _stored_dtype(stored: Mapping[str, Stored]) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-def _fill(model: StageModel, stored: dict[str, Stored], reader: TensorReader, lean: LeanBuilder | None) -> None:
+def _fill(
+    model: StageModel,
+    stored: dict[str, Stored],
+    blocks: Mapping[str, tuple[Stored, str]],
+    reader: TensorReader,
+    lean: LeanBuilder | None,
+) -> None:
+    """Set every parameter, from its blocks where there are some; `blocks` are for a lean decoder only."""
     if model.tied and not model.is_first and "lm_head.weight" in stored:
         stored = {**stored, model.embedding_name: stored["lm_head.weight"]}
     shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
-    chosen = parts_of(shapes, stored, model.outer)
+    chosen = parts_of({name: shape for name, shape in shapes.items() if name not in blocks}, stored, model.outer)
+    for name in shapes.keys() & blocks.keys():
+        check_blocks(*blocks[name], shapes[name])
+        chosen[name] = (Part(blocks[name][0]),)
     reader.total = sum(part.stored.entry.size_bytes for parts in chosen.values() for part in parts)
     last_layer = None
     for name, parts in sorted(chosen.items(), key=_reading_order):
@@ -99,6 +112,11 @@ def _fill(model: StageModel, stored: dict[str, Stored], reader: TensorReader, le
             return_freed_memory()  # else the dense block that was quantized last stays beside the next one
             last_layer = layer_of(name)
         room = lean.room(name) if lean is not None else None
+        if lean is not None and name in blocks:
+            kept = Q4Blocks(reader.read_bytes(parts[0].stored), blocks[name][1])
+            model.set_parameter(name, kept.dequantized(model.dtype, room))
+            lean.loaded(name, kept)
+            continue
         model.set_parameter(name, reader.read(parts, shapes[name], room))
         if lean is not None:
             lean.loaded(name)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from swarmnode.catalog.adapter import MAGNITUDE, A, B, read_scales
+from swarmnode.compute.lean_block import rows_of
 from swarmnode.compute.spec import BNB_METHODS
 from swarmnode.compute.stored_tensors import Part
 from swarmnode.compute.tensor_reader import TensorReader
@@ -42,13 +43,6 @@ _MISSING = (
 )
 _MERGED_ELEMENTS = 1 << 20
 """Of a weight, merged at a time: what is held beside the slice is 4 MiB."""
-_FUSED = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""A lean block's matrices, each with the projections whose rows it holds one below the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +124,11 @@ class StageAdapter:
         own = model.block(layer)
 
         def adapted(matrix: str, projection: Projection) -> Projection:
-            parts, begin = [], 0
-            for name in _FUSED[matrix]:
-                end = begin + own.get_submodule(name).out_features
-                if (full := f"model.layers.{layer}.{name}") in self._modules:
-                    parts.append((begin, end, self._low_rank(full, model.dtype)))
-                begin = end
+            parts = [
+                (begin, end, self._low_rank(full, model.dtype))
+                for name, begin, end in rows_of(own, matrix)
+                if (full := f"model.layers.{layer}.{name}") in self._modules
+            ]
             return AdaptedProjection(projection, parts) if parts else projection
 
         block.wrap(adapted)

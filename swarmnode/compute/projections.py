@@ -16,10 +16,15 @@ import torch
 from torch.nn.functional import linear, pad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from swarmnode.compute.gguf_blocks import Q4Blocks
+
+    Placed = tuple[int, Q4Blocks]
+    """Blocks of some of a matrix's rows, and the first of those."""
 
 GROUP = 32
-"""Weights that share a scale and a zero in four bits; also llama.cpp's block, so its Q4 files lose little here."""
+"""Weights that share a scale and a zero in four bits; also llama.cpp's block, whose codes are taken as they are."""
 _LEVELS = 15
 _ROWS = (2, 4, 8, 16, 32, 64)
 _MEASURED_ELEMENTS = 1 << 18
@@ -157,18 +162,19 @@ class Int8Projection(PackedProjection):
 
 
 class Int4Projection(PackedProjection):
-    """A scale and a zero per GROUP inputs of each output row, asymmetric."""
+    """A scale and a zero per GROUP inputs of each output row, asymmetric. Rows of which there are `blocks` are packed
+    from those, the others are quantized."""
 
     __slots__ = ("_in", "_scales_zeros", "_weight")
     name = "int4-fast"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()) -> None:
         self._in = weight.shape[1]
         self._weight = torch.empty((weight.shape[0], self._in // 2), dtype=torch.uint8)
         self._scales_zeros = torch.empty((self._in // GROUP, weight.shape[0], 2), dtype=torch.bfloat16)
         for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held in 32 bits
             part = slice(begin, begin + _QUANTIZED_ROWS)
-            codes, self._scales_zeros[:, part] = quantize_int4(weight[part])
+            codes, self._scales_zeros[:, part] = _encode(weight[part], begin, blocks)
             self._weight[part] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
         super().__init__(weight.shape, bias)
 
@@ -185,10 +191,13 @@ class Int4Projection(PackedProjection):
         return self._weight.nbytes + self._scales_zeros.nbytes
 
 
-def packed(method: str, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProjection:
-    """`weight` by `method`; a shape that the 4-bit kernel does not take is served in 8 bits."""
+def packed(
+    method: str, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()
+) -> PackedProjection:
+    """`weight` by `method`; a shape that the 4-bit kernel does not take is served in 8 bits. `blocks`: what rows of
+    `weight` were dequantized from."""
     if method == "int4-fast" and takes_int4(weight.shape[0], weight.shape[1]):
-        return Int4Projection(weight, bias)
+        return Int4Projection(weight, bias, blocks)
     return Int8Projection(weight, bias)
 
 
@@ -222,6 +231,19 @@ def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     zeros = (low + scales.float() * 8).to(torch.bfloat16)
     codes = ((grouped - zeros.float()[..., None]) / scales.float()[..., None]).round_().add_(8).clamp_(0, _LEVELS)
     return codes.to(torch.int32).view(out, inputs), torch.stack((scales, zeros), -1).transpose(0, 1).contiguous()
+
+
+def _encode(weight: torch.Tensor, first: int, blocks: Sequence[Placed]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_int4` of a matrix's rows from `first` on, but of rows in blocks those blocks' own codes."""
+    end = first + weight.shape[0]
+    spans = [(max(first, begin), min(end, begin + part.rows), begin, part) for begin, part in blocks]
+    found = [(a - first, b - first, part.encode(a - begin, b - begin)) for a, b, begin, part in spans if a < b]
+    if len(found) == 1 and found[0][1] - found[0][0] == weight.shape[0]:
+        return found[0][2]
+    codes, scales_zeros = quantize_int4(weight)
+    for begin, stop, (own_codes, own_scales_zeros) in found:
+        codes[begin:stop], scales_zeros[:, begin:stop] = own_codes, own_scales_zeros
+    return codes, scales_zeros
 
 
 def unpack_codes(stored: torch.Tensor, inputs: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
@@ -11,7 +12,7 @@ from swarmnode.compute.activation import bytes_of
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from swarmnode.compute.stored_tensors import Part, Stored
 
@@ -43,19 +44,22 @@ class TensorReader:
             self._read_part(part.stored, part.place(whole))
         return whole
 
+    def read_bytes(self, source: Stored) -> torch.Tensor:
+        """A uint8 tensor as it is stored; raises as `read` does."""
+        raw = torch.empty(source.entry.shape, dtype=torch.uint8)
+        with _opened(source) as file:
+            self._read_into(file, bytes_of(raw), source.name)
+        return raw
+
     def _read_part(self, source: Stored, target: torch.Tensor) -> None:
         stored = _TORCH_DTYPES[source.entry.dtype]
-        try:
-            with source.path.open("rb", buffering=0) as file:
-                file.seek(source.entry.begin)
-                if stored == self._dtype and self._device.type == "cpu":
-                    self._read_into(cast("BinaryIO", file), bytes_of(target), source.name)
-                else:
-                    self._convert(cast("BinaryIO", file), target.view(-1), stored, source.name)
-            if self._merge is not None:
-                self._merge(source.name, target)
-        except OSError as error:
-            raise LoadFailed(f"tensor {source.name!r} of {source.path.name} cannot be read: {error}") from error
+        with _opened(source) as file:
+            if stored == self._dtype and self._device.type == "cpu":
+                self._read_into(file, bytes_of(target), source.name)
+            else:
+                self._convert(file, target.view(-1), stored, source.name)
+        if self._merge is not None:
+            self._merge(source.name, target)
 
     def report(self) -> None:
         if self._progress is not None:
@@ -85,3 +89,14 @@ class TensorReader:
         if now_s - self._reported_s >= 0.1:
             self._reported_s = now_s
             self.report()
+
+
+@contextmanager
+def _opened(source: Stored) -> Iterator[BinaryIO]:
+    """The tensor's file, at its first byte; what the file system refuses becomes LoadFailed."""
+    try:
+        with source.path.open("rb", buffering=0) as file:
+            file.seek(source.entry.begin)
+            yield cast("BinaryIO", file)
+    except OSError as error:
+        raise LoadFailed(f"tensor {source.name!r} of {source.path.name} cannot be read: {error}") from error

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.catalog.adapter import SCALES_PATH
 from swarmnode.catalog.chunk_pool import ChunkPool
 from swarmnode.catalog.chunks import header_of
+from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.slices import slice_tensors
 from swarmnode.errors import Conflict, FetchFailed, ProtocolError, SwarmError
 from swarmnode.roles.file_client import COORDINATOR, SHARED_WAIT_S, next_frame
@@ -139,7 +141,8 @@ class _SliceFetch:
         """By shard, the chunks that the stage reads and that are not here; the headers are."""
         spec = self._spec
         headers = [header_of(file.read(0), file.entry) for file in self._files]
-        tensors = slice_tensors(headers, spec.first_layer, spec.end_layer, spec.num_layers)
+        blocks = reads_blocks(spec.quantization, adapted=any(file.path == SCALES_PATH for file in spec.files))
+        tensors = slice_tensors(headers, spec.first_layer, spec.end_layer, spec.num_layers, from_blocks=blocks)
         found = {}
         for shard, (file, chosen) in enumerate(zip(self._files, tensors, strict=True)):
             spans = [file.chunks.covering(entry.begin, entry.end) for entry in chosen.values()]

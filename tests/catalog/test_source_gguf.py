@@ -15,6 +15,7 @@ from tiny_models import IM_END, make_tiny, make_tokenizer
 
 from swarmnode.catalog import disk, source_gguf
 from swarmnode.catalog.importing import import_model
+from swarmnode.catalog.kept_blocks import BLOCKS_FILE
 from swarmnode.catalog.source_gguf import checkpoint_from_gguf
 from swarmnode.compute.gguf_import import ROUND_TRIP_TEXTS, check_tokenizer
 from swarmnode.errors import InvalidModel, InvalidRequest, NoSpace
@@ -121,7 +122,7 @@ def test_another_file_under_this_name_is_refused(gguf: Path, root: Path, content
 def test_space_for_the_dequantized_weights_is_checked_first(
     gguf: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: disk.RESERVE_BYTES + 399)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: disk.RESERVE_BYTES + 499)
     with pytest.raises(NoSpace, match="dequantizing"):
         import_model(str(gguf), root)
 
@@ -193,6 +194,7 @@ def test_a_real_gguf_becomes_a_servable_with_the_same_weights_and_ids(tmp_path: 
     written |= load_file(root / "tiny/shards/stage-1/model.safetensors")
     original = load_file(source / "model.safetensors")
     assert set(written) == set(original)
+    assert not list(root.glob(f"tiny/shards/*/{BLOCKS_FILE}")), "there are none in a file of full precision"
     for name, tensor in original.items():
         assert torch.equal(written[name], tensor.to(torch.bfloat16)), name
     before, after = (AutoTokenizer.from_pretrained(f) for f in (source, root / "tiny" / "tokenizer"))

@@ -53,7 +53,7 @@ def references(folder: Path, prompts: list[list[int]], tmp_path_factory: pytest.
     torch.set_num_threads(1)  # two spinning threads on a busy machine are slower than one
     whole = tmp_path_factory.mktemp("whole")
     shutil.copytree(folder / "tokenizer", whole, dirs_exist_ok=True)
-    tensors = {name: t for path in folder.glob("shards/*/*.safetensors") for name, t in load_file(path).items()}
+    tensors = {name: t for path in folder.glob("shards/*/model.safetensors") for name, t in load_file(path).items()}
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
     return [generate(model, prompt, NEW_TOKENS) for prompt in prompts]

@@ -99,11 +99,14 @@ def test_m5_a_stage_reads_no_byte_outside_its_slice(kind: str, tmp_path: Path) -
     assert replies[1] == replies[2] == replies[0]
 
 
-def sliced_copies(paths: Sequence[Path], begin: int, end: int, layers: int, target: Path) -> tuple[Path, ...]:
+def sliced_copies(
+    paths: Sequence[Path], begin: int, end: int, layers: int, target: Path, *, from_blocks: bool = False
+) -> tuple[Path, ...]:
     headers = [read_header(path) for path in paths]
+    slices = slice_tensors(headers, begin, end, layers, from_blocks=from_blocks)
     target.mkdir()
     copies = []
-    for path, header, chosen in zip(paths, headers, slice_tensors(headers, begin, end, layers), strict=True):
+    for path, header, chosen in zip(paths, headers, slices, strict=True):
         content = bytearray(path.read_bytes())
         for name, entry in header.items():
             if name not in chosen:

@@ -89,7 +89,9 @@ def references(demo_models_root: Path) -> list[Reference]:
     servable = demo_models_root / MODEL
     with tempfile.TemporaryDirectory() as whole:
         shutil.copytree(servable / "tokenizer", whole, dirs_exist_ok=True)
-        tensors = {name: t for path in servable.glob("shards/*/*.safetensors") for name, t in load_file(path).items()}
+        tensors = {
+            name: t for path in servable.glob("shards/*/model.safetensors") for name, t in load_file(path).items()
+        }
         save_file(tensors, Path(whole) / "model.safetensors", metadata={"format": "pt"})
         tokenizer = AutoTokenizer.from_pretrained(whole)
         model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)

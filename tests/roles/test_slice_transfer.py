@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,11 @@ from load_specs import one_stage_load
 from safetensors.numpy import save_file
 
 from swarmnode.catalog import chunk_pool, disk, shards
+from swarmnode.catalog.adapter import SCALES_PATH
 from swarmnode.catalog.chunks import parse_chunks
 from swarmnode.catalog.importing import import_model
+from swarmnode.catalog.kept_blocks import BLOCKS_FILE
+from swarmnode.catalog.manifest import MANIFEST_NAME, FileEntry
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.catalog.store import ShardStore
@@ -41,11 +45,12 @@ if TYPE_CHECKING:
     """What a server's frame becomes on its way out; None: it is not sent."""
 
 SHARD = "shards/stage-0/model.safetensors"
-LAYERS, HIDDEN = 4, 16
+BLOCKS = f"shards/stage-0/{BLOCKS_FILE}"
+LAYERS, HIDDEN = 4, 32
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """A Llama in name, its weights numbers that differ everywhere."""
+def write_checkpoint(folder: Path, blocks: bool) -> Path:
+    """A Llama in name, its weights numbers that differ everywhere; with `blocks` as if from a GGUF file."""
     folder.mkdir()
     shapes = {"model.embed_tokens.weight": (64, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (64, HIDDEN)}
     for layer in range(LAYERS):
@@ -53,6 +58,9 @@ def write_checkpoint(folder: Path) -> Path:
         shapes[f"model.layers.{layer}.norm.weight"] = (HIDDEN,)
     rng = np.random.default_rng(1)
     save_file({n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}, folder / "model.safetensors")
+    if blocks:
+        names = (f"model.layers.{layer}.mlp.up_proj.weight.q4_0" for layer in range(LAYERS))
+        save_file({name: rng.integers(0, 256, (96, 18), np.uint8) for name in names}, folder / BLOCKS_FILE)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS}
     config |= {"hidden_size": HIDDEN, "vocab_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
@@ -63,8 +71,9 @@ def write_checkpoint(folder: Path) -> Path:
 class Swarm:
     """A coordinator with one model of one shard, and peers, each with a store, on one network."""
 
-    def __init__(self, folder: Path) -> None:
-        manifest = import_model(str(write_checkpoint(folder / "tiny")), folder / "models", stages=1)
+    def __init__(self, folder: Path, *, blocks: bool = False) -> None:
+        manifest = import_model(str(write_checkpoint(folder / "tiny", blocks)), folder / "models", stages=1)
+        self.quantization = "none"
         self.registry = Registry(folder / "models")
         self.files = manifest.files
         self.original = folder / "models" / "tiny" / SHARD
@@ -98,7 +107,18 @@ class Swarm:
     def spec(self, name: str, first: int, end: int, *sources: str) -> LoadSpec:
         load = one_stage_load(self.files, name)
         known = tuple((NodeId(source), str(self.addresses[source])) for source in sources)
-        return replace(load, model=self.registry.get("tiny").model_id, first_layer=first, end_layer=end, sources=known)
+        load = replace(load, model=self.registry.get("tiny").model_id, quantization=self.quantization)
+        return replace(load, first_layer=first, end_layer=end, sources=known)
+
+    def add_adapter_scales(self) -> None:
+        """What tells a stage that the servable has an adapter."""
+        path = self.original.parent.parent.parent / SCALES_PATH
+        content = b"what is in it does not matter here"
+        path.write_bytes(content)
+        entry = FileEntry(path=SCALES_PATH, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        self.files = (*self.files, entry)
+        manifest = self.registry.get("tiny").model_copy(update={"files": self.files})
+        (path.parent.parent / MANIFEST_NAME).write_text(manifest.model_dump_json(), encoding="utf-8")
 
     async def open(self, nursery: trio.Nursery, *peers: str) -> None:
         for name in ("house", *peers):
@@ -189,6 +209,26 @@ async def test_another_slice_takes_only_what_it_lacks_and_the_same_one_nothing(s
         before = swarm.served["house"]
         swarm.check(await swarm.fetch("attic", 0, 3), 0, 3)
         assert swarm.served["house"] == before
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+async def test_int4_fast_gets_blocks_instead_of_the_weights_they_stand_for(adapted: bool, tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path, blocks=True)
+    if adapted:
+        swarm.add_adapter_scales()
+    headers = {path: read_header(swarm.original.parent.parent.parent / path) for path in (SHARD, BLOCKS)}
+    always = sum(entry.size for entry in swarm.files if entry.path not in headers)
+    always += sum(min(entry.begin for entry in header.values()) for header in headers.values())
+    norms, dense, blocks = (2 * size for size in (HIDDEN * 4, 96 * HIDDEN * 4, 96 * 18))
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery)
+        for method in ("none", "int8", "int4-fast"):
+            swarm.quantization = method
+            before = swarm.served.get("house", 0)
+            await swarm.fetch(f"attic-{method}", 1, 3)
+            expected = blocks if method == "int4-fast" and not adapted else dense
+            assert swarm.served["house"] - before == always + norms + expected
         nursery.cancel_scope.cancel()
 
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _NAMES = {
@@ -27,9 +28,9 @@ _NORMAL, _CONTROL = 1, 3
 """llama.cpp's token types."""
 
 
-def write_gguf(source: Path, target: Path) -> None:
-    """`source` is a Qwen2 of `make_tiny`."""
-    from gguf import GGUFWriter
+def write_gguf(source: Path, target: Path, kind_of: Callable[[str], str | None] = lambda name: None) -> None:
+    """`source` is a Qwen2 of `make_tiny`; `kind_of` names the type ("Q4_0") to quantize a tensor to."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
     from safetensors.numpy import load_file
 
     config = json.loads((source / "config.json").read_text())
@@ -45,7 +46,12 @@ def write_gguf(source: Path, target: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     _add_tokenizer(writer, source)
     for name, tensor in load_file(source / "model.safetensors").items():
-        writer.add_tensor(_gguf_name(name), tensor)
+        kind = kind_of(name)
+        if kind is None:
+            writer.add_tensor(_gguf_name(name), tensor)
+        else:
+            quantized = GGMLQuantizationType[kind]
+            writer.add_tensor(_gguf_name(name), quants.quantize(tensor, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
