@@ -22,7 +22,7 @@ from swarmnode.cluster.ring_life_messages import (
     StageUnloaded,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import Conflict, LinkBroken, NotCoordinator, ProtocolError
+from swarmnode.errors import Conflict, LinkBroken, NoSpace, NotCoordinator, ProtocolError
 from swarmnode.ids import BootId, ModelId, NodeId, RingId
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
@@ -143,22 +143,26 @@ class Coordinator:
             nursery.start_soon(self.lifecycle.serve, ring)
 
     async def keep_rings(self) -> None:
-        """Write down the rings that run, for whoever coordinates after a restart."""
+        """Write down the rings that run, for whoever coordinates after a restart. Raises as `SwarmState`'s changes."""
         if self._state is None:
             return
         running = [ring for ring in self.rings.values() if ring.runs]
         for ring in running:
             self.restoring.up(ring)
         leaving = {ring.model for ring in self.rings.values() if ring.draining}
+        await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
+
+    async def _keep_quietly(self) -> None:
+        """The same where nobody waits for it."""
         try:
-            await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
-        except OSError as error:
+            await self.keep_rings()
+        except (Conflict, NoSpace, NotCoordinator) as error:
             _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
 
     async def _keep_when_ready(self, ring: LoadedRing) -> None:
         await ring.settled.wait()
         if ring.runs:
-            await self.keep_rings()
+            await self._keep_quietly()
 
     def ring_of(self, model: ModelId) -> LoadedRing | None:
         """The ring that serves or is to serve `model`."""
@@ -203,7 +207,7 @@ class Coordinator:
         self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
         self.restoring.over(ring)
         if self._nursery is not None:
-            self._nursery.start_soon(self.keep_rings)
+            self._nursery.start_soon(self._keep_quietly)
 
     def _emit(self, event: str, values: Mapping[str, object]) -> None:
         self.recent.note(event, values, time.time())

@@ -12,7 +12,15 @@ import trio
 from swarmnode.api.backend import ChatEvent, ChatRequest, Done, LoadOptions, ModelCard
 from swarmnode.cluster.membership import NodeState
 from swarmnode.cluster.performance import Performance
-from swarmnode.errors import Conflict, LoadFailed, ModelNotLoaded, ModelRestoring, ModelUnloading, PeerNotFound
+from swarmnode.errors import (
+    Conflict,
+    LoadFailed,
+    ModelNotLoaded,
+    ModelRestoring,
+    ModelUnloading,
+    PeerNotFound,
+    StageLost,
+)
 from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
 from swarmnode.roles.counted import counted
