@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 MODEL = "scripted"
-KEPT_S = 4
+KEPT_S = 10
 
 
 @pytest.fixture
