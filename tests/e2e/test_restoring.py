@@ -10,6 +10,8 @@ import openai
 import pytest
 from local_swarms import REPLY, Swarm, alive, start_swarm, swarmnode, wait_until
 
+from swarmnode.errors import SwarmError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -102,6 +104,9 @@ def test_without_a_place_it_waits_says_so_and_the_peer_that_returns_gets_its_sta
         swarm.ask(MODEL)
     assert (refused.value.status_code, refused.value.code) == (503, "model_restoring")
     assert int(refused.value.response.headers["retry-after"]) > 0
+    with pytest.raises(SwarmError, match="free peers"):
+        swarm.load(MODEL)
+    assert swarm.status(MODEL)["state"] == "restoring", "a load that is refused changes nothing"
     wait_until(lambda: not any(map(alive, workers.values())), "nothing is held meanwhile")
     swarm.local.start_peers(gone)
     wait_until(lambda: serves(swarm, workers), "the ring is loaded again", AGAIN_S)
