@@ -95,8 +95,10 @@ class Restoring:
 
     def forget(self, model: ModelId) -> None:
         """It is not to be loaded again."""
-        self._wanted.pop(model, None)
+        wanted = self._wanted.pop(model, None)
         self._driver.feed(LetGo(model))
+        if wanted is not None and wanted.error is not None:
+            self._emit("ring_let_go", {"model": model})
 
     # what happens to rings
 

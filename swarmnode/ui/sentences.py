@@ -54,6 +54,8 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"{values['model']} is being loaded again: {values['why']}"
         case "ring_waits":
             return f"{values['model']} waits to be loaded again: {values['waits_for']}"
+        case "ring_let_go":
+            return f"{values['model']} is not to be loaded again any more"
         case "coordinating":
             return f"this node coordinates the swarm now (term {values['term']})"
         case "resigned":

@@ -46,7 +46,7 @@ class UpView:
                 self._peers[str(values.get("node"))] = str(values.get("name"))
             case "peer_left":
                 self._peers.pop(str(values.get("node")), None)
-            case "ring_over":
+            case "ring_over" | "ring_let_go":
                 self._models.pop(str(values.get("model")), None)
             case _ if event in RING_EVENTS:
                 self._models[str(values.get("model"))] = RING_EVENTS[event]

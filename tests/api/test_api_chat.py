@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from swarmnode.api.replay import Replay
-from swarmnode.errors import ContextTooLong, InternalError, InvalidTemplate, Overloaded, StageLost
+from swarmnode.errors import ContextTooLong, InternalError, InvalidTemplate, ModelRestoring, Overloaded, StageLost
 
 if TYPE_CHECKING:
     import httpx
@@ -155,6 +155,7 @@ async def test_silence_is_filled_with_comments(gateway: Any, silent: str) -> Non
         (InvalidTemplate("System message must be at the beginning"), 400, "invalid_messages"),
         (Overloaded("24 requests wait already"), 503, "overloaded"),
         (StageLost("stage 1 on pc-2 went away"), 503, "stage_lost"),
+        (ModelRestoring("it is being loaded again"), 503, "model_restoring"),
         (InternalError("a bug"), 500, "internal_error"),
     ],
 )

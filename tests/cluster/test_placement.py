@@ -245,3 +245,23 @@ def test_a_plan_fits_every_peer_and_a_refusal_names_one(
     assert plan.context_tokens <= plan.kv_tokens
     assert 1 <= plan.max_in_flight <= (in_flight or 4 * stages)
     assert plan.max_in_flight == 1 or plan.max_in_flight * min(typical, plan.kv_tokens) <= plan.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("prefer", "held"),
+    [
+        (("cellar", "attic"), ["cellar", "attic"]),
+        (("gone", "cellar"), ["attic", "cellar"]),
+        (("gone", "attic"), ["cellar", "attic"]),
+        (("desk",), ["attic", "cellar"]),
+    ],
+)
+def test_who_held_a_stage_gets_it_again_and_others_take_the_rest(prefer: tuple[str, ...], held: list[str]) -> None:
+    plan = plan_load(SHAPE, replace(ASK, prefer=tuple(f"id-of-{name}" for name in prefer)), PEERS)
+    assert [stage.peer.name for stage in plan.stages] == held
+
+
+def test_who_held_a_stage_and_has_no_room_for_it_now_is_passed_over() -> None:
+    small = peer("small", 0.01)
+    plan = plan_load(SHAPE, replace(ASK, prefer=("id-of-small", "id-of-cellar")), [*PEERS, small])
+    assert [stage.peer.name for stage in plan.stages] == ["attic", "cellar"]

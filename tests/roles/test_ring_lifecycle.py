@@ -1,8 +1,10 @@
-"""Idle rings and room for new ones, with real rings on virtual time over peers that do as they are told."""
+"""Idle rings, room for new ones, and lost ones that come back: real rings on virtual time over peers that obey."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +17,12 @@ from swarmnode.cluster.ring_life_messages import ProbeReturned, StageDown, Stage
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LoadRefused
-from swarmnode.ids import NodeId, RequestId, RingId
+from swarmnode.ids import ModelId, NodeId, RequestId, RingId
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
 from swarmnode.roles.planning import plan_ring
 from swarmnode.roles.reports import Beat
+from swarmnode.roles.restoring import Restoring
 from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.wire.link import Identity
 
@@ -47,31 +50,50 @@ class World:
     rings: dict[RingId, LoadedRing] = field(default_factory=dict)
     told: list[tuple[float, str, NodeId]] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
+    broken: bool = False
+    """Loads fail."""
 
     def __post_init__(self) -> None:
         self.lifecycle = RingLifecycle(self.rings.values, self.settings, self.emit)
+        self.restoring = Restoring(lambda model, options: self._start(model, options, asked=False), self.emit)
         self.nursery.start_soon(self.lifecycle.run)
+        self.nursery.start_soon(self.restoring.run)
 
     def emit(self, event: str, values: Mapping[str, object]) -> None:
         self.events.append((event, str(values["model"])))
 
     def load(self, model: str, **options: Any) -> LoadedRing:
+        return self._start(model, LoadOptions(**options), asked=True)
+
+    def _start(self, model: str, options: LoadOptions, *, asked: bool) -> LoadedRing:
         manifest, number = self.registry.get(model), RingId(f"{model}-{len(self.events)}")
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
-            return plan_ring(manifest, LoadOptions(**options), offers, self.settings, number, 1)
+            return plan_ring(manifest, options, offers, self.settings, number, 1)
 
-        planned, leaving = self.lifecycle.find_room(self.members, plan)
+        planned, leaving = self.lifecycle.find_room(self.members, plan, evict=asked)
         self.lifecycle.evict(leaving, model)
-        ring = LoadedRing(planned, self.post, lambda over: self.rings.pop(over.ring) and None)
+        ring = LoadedRing(planned, self.post, self._over)
         self.rings[ring.ring] = ring
+        self.restoring.begun(ring, options, asked=asked)
         self.nursery.start_soon(self.lifecycle.serve, ring, leaving)
         return ring
+
+    def _over(self, ring: LoadedRing) -> None:
+        del self.rings[ring.ring]
+        self.restoring.over(ring)
+
+    def ring_of(self, model: str) -> LoadedRing | None:
+        return next((ring for ring in self.rings.values() if ring.model == model), None)
+
+    def restored(self, model: str) -> dict[str, Any] | None:
+        return self.restoring.status(ModelId(model), self.ring_of(model))
 
     async def ready(self, model: str, **options: Any) -> LoadedRing:
         ring = self.load(model, **options)
         await ring.settled.wait()
         assert ring.state == "ready"
+        self.restoring.up(ring)
         await trio.testing.wait_all_tasks_blocked()
         return ring
 
@@ -82,6 +104,8 @@ class World:
         if ring is None or stage is None:
             return
         match frame.kind:
+            case "load" if self.broken:
+                ring.feed(StageDown(stage, "load_failed", "its disk is full", gone=True))
             case "load":
                 ring.feed(StageReady(stage, "127.0.0.1:1", 4096))
             case "link":
@@ -230,3 +254,119 @@ async def test_l2_two_models_on_a_peer_where_two_are_allowed_in_the_memory_that_
     new = await world.ready("new")
     assert old.serving
     assert {stage.peer.memory_bytes for stage in new.plan.stages} == {4 * GIB - taken}
+
+
+LOST = StageDown(1, "stage_lost", "stage 1's worker was ended by SIGKILL", gone=True)
+
+
+async def test_a_lost_ring_is_loaded_again_with_its_stages_where_they_were(
+    world: World, autojump_clock: object
+) -> None:
+    old = await world.ready("old", peers=("b", "a"), dtype="bfloat16")
+    old.feed(LOST)
+    error = world.restoring.error(ModelId("old"), old)
+    assert error is not None
+    assert "SIGKILL" in error.message
+    status = world.restored("old")
+    assert status is not None
+    assert (status["stage"], status["waits_for"]) == (1, "its other stages to give their memory back")
+    await old.over.wait()
+    await trio.testing.wait_all_tasks_blocked()
+    again = world.ring_of("old")
+    assert again is not None
+    assert (again.life.nodes, again.dtype) == (old.life.nodes, "bfloat16")
+    await again.settled.wait()
+    world.restoring.up(again)
+    assert (again.serving, world.restored("old")) == (True, None)
+
+
+async def test_without_a_place_it_says_what_it_waits_for_and_takes_nobodys(
+    world: World, autojump_clock: object
+) -> None:
+    old = await world.ready("old")
+    gone = world.members.pop(1)
+    old.feed(LOST)
+    await old.over.wait()
+    await trio.sleep(1)
+    status = world.restored("old")
+    assert status is not None
+    assert "2 free peers, 1 are connected" in status["waits_for"]
+    assert 0 < status["next_try_s"] <= 30
+    one = await world.ready("new", num_stages=1)
+    world.members.append(gone)
+    world.restoring.room_changed()
+    await trio.sleep(60)
+    assert one.serving, "it is not evicted for what nobody asked for"
+    assert "old" not in {ring.model for ring in world.rings.values()}
+    await one.unload(force=True)
+    await trio.sleep(1)
+    assert {ring.model for ring in world.rings.values()} == {"old"}
+    assert world.events.count(("ring_waits", "old")) == 2, "once for each thing that it waited for"
+
+
+async def test_loads_that_fail_are_tried_later_and_later(world: World, autojump_clock: object) -> None:
+    old = await world.ready("old")
+    world.broken = True
+    old.feed(LOST)
+    await old.over.wait()
+    await trio.sleep(100)
+    began = sorted({at for at, kind, _ in world.told if kind == "load"})
+    assert [round(later - at) for at, later in pairwise(began[1:])] == [5, 10, 20, 40]
+    status = world.restored("old")
+    assert status is not None
+    assert ("its disk is full" in status["waits_for"], status["failures"]) == (True, 5)
+    world.broken = False
+    await trio.sleep(80)
+    again = world.ring_of("old")
+    assert again is not None
+    assert again.serving
+
+
+async def test_a_first_load_that_fails_is_not_tried_again(world: World, autojump_clock: object) -> None:
+    world.broken = True
+    ring = world.load("old")
+    await ring.over.wait()
+    await trio.sleep(1000)
+    assert len(world.at("load")) == 2
+    assert world.restored("old") is None
+
+
+@pytest.mark.parametrize("how", ["unload", "idle", "evict"])
+async def test_what_goes_without_a_fault_is_let_go(world: World, autojump_clock: object, how: str) -> None:
+    old = await world.ready("old")
+    assert [record["model"] for record in world.restoring.records(())] == ["old"]
+    match how:
+        case "unload":
+            await old.unload(force=True)
+        case "idle":
+            await trio.sleep(1000)
+        case _:
+            await world.ready("new")
+    await old.over.wait()
+    await trio.sleep(1000)
+    assert world.ring_of("old") is None
+    assert "old" not in [record["model"] for record in world.restoring.records(())]
+
+
+async def test_what_was_written_down_is_loaded_with_the_same_options(world: World, autojump_clock: object) -> None:
+    old = await world.ready("old", peers=("b", "a"), dtype="bfloat16", quantization="none")
+    records = json.loads(json.dumps(world.restoring.records(())))
+    asked: list[tuple[str, LoadOptions]] = []
+
+    def load(model: str, options: LoadOptions) -> LoadedRing:
+        asked.append((model, options))
+        raise LoadRefused("nobody is here")
+
+    later = Restoring(load, lambda _event, _values: None)
+    later.remember([{"model": "damaged"}, *records])
+    world.nursery.start_soon(later.run)
+    await trio.sleep(11)
+    options = LoadOptions(peers=("b", "a"), dtype="bfloat16", quantization="none", prefer=old.life.nodes)
+    assert asked == [("old", options)]
+    status = later.status(ModelId("old"), None)
+    assert status is not None
+    assert status["waits_for"] == "nobody is here"
+    assert later.records(()) == records
+    later.forget(ModelId("old"))
+    await trio.sleep(100)
+    assert (len(asked), later.records(())) == (1, [])

@@ -266,3 +266,13 @@ def test_ps_says_what_became_of_a_ring_that_was_lost() -> None:
     assert "house-1 lost" in text
     assert "stage 1's worker died" in text
     assert NO_RINGS not in text
+
+
+def test_a_lost_ring_says_what_it_waits_for() -> None:
+    again = {"stage": 1, "waits_for": "2 free peers\x1b[2J", "next_try_s": 12.4, "failures": 1}
+    status = {"id": "m", "state": "restoring", "error": {"code": "stage_lost", "message": "gone"}, "restoring": again}
+    lines = shown(status_view(status)).splitlines()
+    assert lines[0] == "m restoring"
+    assert lines[-1] == "lost: stage 1 · waits for: 2 free peers?[2J · next try in 12 s · 1 try failed"
+    text = shown(status_view(status | {"restoring": {**again, "waits_for": "", "next_try_s": None, "failures": 0}}))
+    assert text.splitlines()[-1] == "lost: stage 1 · is being loaded again"

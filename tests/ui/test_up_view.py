@@ -39,6 +39,9 @@ def test_a_coordinator_says_who_is_there_and_what_is_loaded() -> None:
     assert after(*events) == [where, "1 peer: den", "models: b loading, m ready"]
     events += [("ring_over", {"model": "m"}), ("ring_evicted", {"model": "b", "for": "c"}), ("of_tomorrow", {})]
     assert after(*events)[2] == "models: b unloading"
+    events += [("ring_over", {"model": "b"}), ("ring_restoring", {"model": "b", "why": "its peer is gone"})]
+    assert after(*events)[2] == "models: b restoring"
+    assert after(*events, ("ring_let_go", {"model": "b"}))[2] == "no model is loaded"
 
 
 def test_a_peer_says_whether_it_is_connected() -> None:
@@ -62,5 +65,8 @@ def test_events_as_sentences() -> None:
     assert sentence("ring_evicted", {"model": "a", "for": "b"}) == "a is being unloaded to make room for b"
     assert sentence("ring_idle", {"model": "a", "idle_s": 900}) == "a was idle for 900 s and is being unloaded"
     assert sentence("ring_over", {"model": "a", "error": None}) == "a is no longer loaded"
+    assert sentence("ring_restoring", {"model": "a", "why": "b is gone"}) == "a is being loaded again: b is gone"
+    assert sentence("ring_waits", {"model": "a", "waits_for": "two peers"}).endswith("to be loaded again: two peers")
+    assert sentence("ring_let_go", {"model": "a"}) == "a is not to be loaded again any more"
     assert sentence("of_tomorrow", {"x": 1}) == "of_tomorrow x=1"
     assert sentence("ready", READY).splitlines()[1] == "OpenAI endpoint http://127.0.0.1:7701/v1"
