@@ -142,9 +142,11 @@ class LocalSwarm:
         self.api, self.swarm = ready["api"], ready["swarm"]
 
     def start_peers(self, *names: str, threads: int = 1, memory: str = "4G", extra: tuple[str, ...] = ()) -> None:
-        """Start peers side by side and wait until all have joined, the new ones by a token."""
+        """Start peers side by side and wait until all have joined, the new ones by a token; one that ran is ended."""
         token = self.join_token(uses=len(names))
         for name in names:
+            if name in self.peers:
+                self.peers[name].stop()
             arguments = ["--role", "peer", "--name", name, "--data-dir", str(self.folder / name), "--join", token]
             arguments += ["--device", "cpu", "--threads", str(threads), "--memory", memory, *extra]
             self.peers[name] = NodeProcess(arguments, self.environment)

@@ -152,7 +152,9 @@ def test_a_coordinator_that_returns_while_a_ring_waits_goes_on_waiting(swarms: C
     assert swarm.local.coordinator is not None
     swarm.local.coordinator.kill()
     swarm.local.start_coordinator(swarm_listen=swarm.local.swarm, api_listen=swarm.local.api.removeprefix("http://"))
-    assert swarm.status(MODEL)["state"] == "restoring"
+    wait_until(
+        lambda: swarm.status(MODEL)["state"] == "restoring", "it waits again, or once the ring is not back", AGAIN_S
+    )
     swarm.local.start_peers(gone)
     wait_until(lambda: serves(swarm, workers), "the ring is loaded again", AGAIN_S)
     assert placed(swarm.status(MODEL)) == placed(before)
