@@ -142,13 +142,13 @@ class LocalSwarm:
         self.api, self.swarm = ready["api"], ready["swarm"]
 
     def start_peers(self, *names: str, threads: int = 1, memory: str = "4G", extra: tuple[str, ...] = ()) -> None:
-        """Start peers side by side and wait until all have joined, the new ones by a token; one that ran is ended."""
+        """Start peers side by side, anew where they ran, and wait until all have joined, the new ones by a token."""
         token = self.join_token(uses=len(names))
         for name in names:
-            if name in self.peers:
-                self.peers[name].stop()
             arguments = ["--role", "peer", "--name", name, "--data-dir", str(self.folder / name), "--join", token]
             arguments += ["--device", "cpu", "--threads", str(threads), "--memory", memory, *extra]
+            if name in self.peers:
+                self.peers[name].stop()
             self.peers[name] = NodeProcess(arguments, self.environment)
         for name in names:
             self.peers[name].wait_for("joined")
