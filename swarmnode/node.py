@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.api_port import ApiOptions, ApiPort
+    from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.office import Office
     from swarmnode.wire.address import ApiUrl
     from swarmnode.wire.link import Channel, Hello
@@ -136,7 +137,8 @@ class _Node:
         await self._become_member(kept, identity)
         ballot = Ballot(self._settings.data_dir / STATE_FILE)
         may_coordinate = COORDINATOR in self._options.roles or self._options.voter or ballot.exists
-        tls = SwarmTls(kept.files, enrolment=SwarmAuthority.kept(kept) is not None)
+        authority = SwarmAuthority.kept(kept)
+        tls = SwarmTls(kept.files, enrolment=authority is not None)
         transport = DirectTransport(tls)
         traffic = Traffic()
         wanted = self._options.swarm_listen
@@ -158,6 +160,8 @@ class _Node:
             port = await self._open_port(context, nursery)
             if port is not None:
                 ready["api"] = port.url
+            if COORDINATOR in self._options.roles and authority is not None:
+                nursery.start_soon(keep_certified, authority, kept, VOTER_ROLES, tls)
             if may_coordinate:
                 await self._take_part(context, kept, transport, tls, ballot, port, nursery)
             if PEER in self._options.roles:
@@ -206,10 +210,13 @@ class _Node:
             return None
         from swarmnode.roles.api_port import ApiPort, check_closed
 
-        if COORDINATOR in self._options.roles:
+        coordinator = COORDINATOR in self._options.roles
+        if coordinator:
             check_closed(self._options.api, self._settings)
         port = ApiPort(self._options.api, context, self._emit)
         await port.open(nursery)
+        if not coordinator:  # which warns of what it serves
+            port.warn(enforced=self._options.api.closed)
         return port
 
     async def _take_part(
@@ -225,14 +232,11 @@ class _Node:
         """In the elections of who coordinates, and in coordinating."""
         from swarmnode.roles.office import Office, OfficeParts
 
-        coordinator = COORDINATOR in self._options.roles
-        voting = self._voting = Voting(kept.node, ballot, context.roads.to_voter, places_in, begins=coordinator)
+        begins = COORDINATOR in self._options.roles
+        voting = self._voting = Voting(kept.node, ballot, context.roads.to_voter, places_in, begins=begins)
         polled = PolledLinks(transport.accept)
         await nursery.start(polled.run)
         await nursery.start(voting.run)
-        if coordinator:
-            authority = SwarmAuthority.open(kept, time.time())
-            nursery.start_soon(keep_certified, authority, kept, VOTER_ROLES, tls)
         follow = port.follow if port is not None and PEER not in self._options.roles else None
         places = (*context.identity.listen, *self._api_place())
         self._office = Office(OfficeParts(context, kept, tls, voting, polled, port, places, follow))
@@ -267,8 +271,8 @@ class _Node:
 
     def _standing(self, kind: str) -> int:
         """The term to answer with; raises NotCoordinator for a channel that only a coordinator serves."""
-        if kind in COORDINATOR_KINDS and (self._office is None or self._office.coordinator is None):
-            raise NotCoordinator("this node does not coordinate the swarm now; another one does")
+        if kind in COORDINATOR_KINDS:
+            self._coordinator()
         return 0 if self._voting is None else self._voting.term
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
@@ -284,10 +288,14 @@ class _Node:
             if self._voting is None:
                 raise ProtocolError("this node has no part in elections")
             await self._voting.serve(hello, channel)
-        elif self._office is None or self._office.coordinator is None:
-            raise NotCoordinator("this node does not coordinate the swarm now; another one does")
         else:
-            await self._office.coordinator.serve_channel(kind, hello, channel)
+            await self._coordinator().serve_channel(kind, hello, channel)
+
+    def _coordinator(self) -> Coordinator:
+        """While this node is it; raises NotCoordinator."""
+        if self._office is None or self._office.coordinator is None:
+            raise NotCoordinator("this node does not coordinate the swarm now; another one does")
+        return self._office.coordinator
 
 
 async def _listen(

@@ -44,13 +44,18 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
         time.sleep(0.02)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+def process_state(pid: int) -> str:
+    """The letter that the kernel gives a process (R, S, T, Z …); X where there is none."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+            return stat.read().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return False
+        return "X"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    return process_state(pid) not in ("Z", "X")
 
 
 class Swarm:

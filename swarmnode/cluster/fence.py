@@ -16,13 +16,17 @@ class Fence:
 
     term: int = 0
 
-    def admit(self, term: int) -> bool:
-        """Let a command of `term` pass; raises StaleTerm. Returns whether the term is news, which must be kept on disk
-        before the command is carried out."""
+    def check(self, term: int) -> None:
+        """Let a command of `term` pass; raises StaleTerm."""
         if term < self.term:
             raise StaleTerm(
                 f"the command is of term {term}, and a coordinator of term {self.term} was heard here; "
                 "whoever sent it does not coordinate any more"
             )
+
+    def admit(self, term: int) -> bool:
+        """The same of whoever is there for the first time. Returns whether the term is news, which must be kept on disk
+        before anything is done that it says."""
+        self.check(term)
         news, self.term = term > self.term, term
         return news

@@ -57,21 +57,23 @@ class ApiOptions:
     def loopback(self) -> bool:
         return is_loopback(self.listen.host)
 
+    @property
+    def closed(self) -> bool:
+        """Other machines reach it, so nobody comes in without a token."""
+        return not self.loopback and not self.insecure_open
+
 
 def open_tokens(
     options: ApiOptions, settings: Settings, share: Callable[[TokenBook], Awaitable[None]] | None = None
 ) -> TokenStore:
     """The tokens of this port. One that other machines reach stays closed when its last token is revoked: open mode is
     for loopback. `share`: see `TokenStore`."""
-    reachable = not options.loopback and not options.insecure_open
-    return TokenStore(settings.api_tokens_file, required=settings.require_api_token or reachable, share=share)
+    return TokenStore(settings.api_tokens_file, required=settings.require_api_token or options.closed, share=share)
 
 
 def check_closed(options: ApiOptions, settings: Settings) -> None:
     """Raises InvalidRequest where a coordinator's port would be open to other machines."""
-    if options.loopback or options.insecure_open or settings.require_api_token:
-        return
-    if not open_tokens(options, settings).records():
+    if options.closed and not settings.require_api_token and not open_tokens(options, settings).records():
         raise InvalidRequest(
             f"the API at {options.listen} would be open to other machines: there are no API tokens. Start it on "
             "127.0.0.1 and run `swarmnode token-create` first, or start it closed with SWARM_REQUIRE_API_TOKEN=1, "
@@ -106,8 +108,7 @@ class ApiPort:
         self._settings = context.settings
         self._emit = emit
         self._rules = host_rules(options.listen.host, options.hosts, options.origins)
-        closed = not options.loopback and not options.insecure_open
-        self._forwarder = Forwarder(context, closed=closed)
+        self._forwarder = Forwarder(context, closed=options.closed)
         self._forwarding = self._forwarder.app(self._rules)
         self._app = self._forwarding
         self._server = ApiServer(self)
@@ -142,7 +143,11 @@ class ApiPort:
         credentials = Credentials(tokens, access.secret)
         backend = Gateway(coordinator)
         self._app = create_app(backend, hosts=self._rules, credentials=credentials, also=[polling_router(polled)])
-        for text in _warnings(options, enforced=tokens.enforced()):
+        self.warn(enforced=tokens.enforced())
+
+    def warn(self, *, enforced: bool) -> None:
+        """Say what the port lets other machines do or see; `enforced`: nobody comes in without a token."""
+        for text in _warnings(self._options, enforced=enforced):
             self._emit("warning", {"text": text})
 
     def forward(self) -> None:

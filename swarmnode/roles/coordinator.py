@@ -22,21 +22,22 @@ from swarmnode.cluster.ring_life_messages import (
     StageUnloaded,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import Conflict, LinkBroken, NoSpace, NotCoordinator, ProtocolError
-from swarmnode.ids import BootId, ModelId, NodeId, RingId
+from swarmnode.errors import Conflict, LinkBroken, NotCoordinator, ProtocolError
+from swarmnode.ids import ModelId, NodeId, RingId
+from swarmnode.roles.control_channels import ControlChannels
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.file_sources import with_sources
 from swarmnode.roles.lane_ends import RESUME_S
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.members import Member
-from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
 from swarmnode.roles.restoring import Restoring
 from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.roles.ring_record import from_record, to_record
+from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.roles.worker_logs import LogAsks
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.frames import Frame
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.placement import PeerResources
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.enrolment import Enrolment
+    from swarmnode.roles.outbox import Outbox
     from swarmnode.roles.planning import PlannedRing
     from swarmnode.roles.polling import PolledLinks
     from swarmnode.roles.seats import Seats
@@ -95,9 +97,7 @@ class Coordinator:
         self.seats: Seats | None = None
         """Who may coordinate besides; None: nobody."""
         self.dial_backs = DialBacks(context.transport)
-        self._control_scopes: set[trio.CancelScope] = set()
-        self._controls: dict[tuple[NodeId, BootId], Outbox] = {}
-        """Frames for control channels: of connected peers, and of a `doctor` that asks as one of them."""
+        self._controls = ControlChannels()
         self.relay = Relay(self._tell, context.traffic)
         self.polled: PolledLinks | None = None
         """Links of peers that reach only the API port; None while there is none."""
@@ -156,7 +156,7 @@ class Coordinator:
         """The same where nobody waits for it."""
         try:
             await self.keep_rings()
-        except (Conflict, NoSpace, NotCoordinator) as error:
+        except NOT_KEPT as error:
             _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
 
     async def _keep_when_ready(self, ring: LoadedRing) -> None:
@@ -226,18 +226,9 @@ class Coordinator:
     def _in_term(self, frame: Frame) -> Frame:
         return Frame(frame.kind, {**frame.header, "term": self.term}, frame.body) if frame.kind in FENCED else frame
 
-    async def take_part(self) -> None:
-        """See to who else may coordinate, and votes."""
-        if self.seats is not None:
-            await self.seats.run()
-
     def voters(self) -> Sequence[str]:
         """The names of the nodes that vote."""
-        state = self._state
-        if state is None:
-            return ()
-        names = {seat.node: seat.name for seat in state.seats.records()}
-        return [names.get(node, node[:8]) for node in state.voters]
+        return () if self._state is None else self._state.voter_names()
 
     def dismiss(self) -> None:
         """This coordinator is over: whoever waits here hears of it, and members look for another one. Their stages
@@ -247,8 +238,7 @@ class Coordinator:
             ring.abandon(over)
         for member in self.members.values():
             member.scope.cancel()
-        for scope in self._control_scopes:
-            scope.cancel()
+        self._controls.end_all()
 
     # what peers say
 
@@ -279,28 +269,18 @@ class Coordinator:
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: links with it end here at once, at its neighbours when they hear of it."""
         record = await self.enrolment.remove(name)
-        self._tell_all(self.enrolment.revoked())
+        self._controls.tell_all(self.enrolment.revoked())
         self.tell_places()
         return record
 
     def tell_places(self) -> None:
         """Where coordinators answer has changed."""
-        self._tell_all(self.enrolment.where())
-
-    def _tell_all(self, frame: Frame) -> None:
-        for outbox in self._controls.values():
-            with suppress(LinkBroken):  # a control channel that stopped reading is about to break
-                outbox.post(frame)
+        self._controls.tell_all(self.enrolment.where())
 
     def _tell(self, node: NodeId, frame: Frame) -> bool:
         """Post a frame on a member's control channel; False: it has none, or one that it does not read."""
         member = self.members.get(node)
-        outbox = None if member is None else self._controls.get((node, member.boot))
-        with suppress(LinkBroken):
-            if outbox is not None:
-                outbox.post(frame)
-                return True
-        return False
+        return member is not None and self._controls.tell((node, member.boot), frame)
 
     async def _serve_api(self, hello: Hello, channel: Channel) -> None:
         if self.serve_api is None:
@@ -309,19 +289,10 @@ class Coordinator:
         await self.serve_api(known or hello.identity.node[:8], channel)
 
     async def _serve_control(self, hello: Hello, channel: Channel) -> None:
-        outbox = Outbox()
-        outbox.post(self.enrolment.revoked())
-        outbox.post(self.enrolment.where())
-        whose = hello.identity.node, hello.identity.boot
-        self._controls[whose] = outbox
-        with trio.CancelScope() as scope:
-            self._control_scopes.add(scope)
-            try:
-                await self._exchange_control(hello.identity, channel, outbox)
-            finally:
-                self._control_scopes.discard(scope)
-                if self._controls.get(whose) is outbox:  # else it came back on a newer one
-                    del self._controls[whose]
+        with self._controls.open((hello.identity.node, hello.identity.boot)) as outbox:
+            outbox.post(self.enrolment.revoked())
+            outbox.post(self.enrolment.where())
+            await self._exchange_control(hello.identity, channel, outbox)
 
     async def _exchange_control(self, identity: Identity, channel: Channel, outbox: Outbox) -> None:
         async with open_flat_nursery() as nursery:
@@ -354,15 +325,12 @@ class Coordinator:
 
     def _note_lost(self, node: NodeId, held: set[str]) -> None:
         """A node of a ring that was away, or whose coordinator was, is back: it may have lost its stage meanwhile."""
-        for ring in list(self.rings.values()):
-            stage = ring.stage_of(node)
-            if stage is None or (stage not in ring.unsure and not ring.adopting):
+        for ring, stage in self._stages_of(node):
+            if stage not in ring.unsure and not ring.adopting:
                 continue
             ring.unsure.discard(stage)
             if ring.ring not in held:
-                name = ring.plan.stages[stage].peer.name
-                text = f"stage {stage} is lost: its peer {name} came back without it"
-                ring.feed(StageDown(stage, "stage_lost", text, gone=True))
+                ring.lose(stage, "came back without it")
 
     async def _serve_requests(self, hello: Hello, channel: Channel) -> None:
         identity = hello.identity
@@ -422,15 +390,17 @@ class Coordinator:
         )
 
     def _drop(self, member: Member) -> None:
-        """Its connection ended: replies of heads there are lost, and the node itself unless it is back soon."""
+        """Its connection ended: replies of heads there are lost, and the node itself unless it is back soon; at once if
+        it was removed."""
         if self.members.get(member.node) is not member:
             return
         del self.members[member.node]
         self.context.emit("peer_left", {"node": member.node, "name": member.identity.name})
-        for ring in self.rings.values():
-            stage = ring.stage_of(member.node)
-            if stage is not None:
-                ring.part_from(stage)
+        if self.enrolment.removed(member.node):
+            self._driver.feed(Left(member.node, member.boot))
+            return
+        for ring, stage in self._stages_of(member.node):
+            ring.part_from(stage)
         if self._nursery is not None:
             self._nursery.start_soon(self._give_up_unless_back, member)
 
@@ -445,15 +415,13 @@ class Coordinator:
             member = self.members.get(change.node)
             if member is not None and member.boot == change.boot:
                 member.scope.cancel()
-            self._stages_gone(change.node)
+            for ring, stage in self._stages_of(change.node):
+                ring.lose(stage, "is gone")
 
-    def _stages_gone(self, node: NodeId) -> None:
-        for ring in list(self.rings.values()):
-            stage = ring.stage_of(node)
-            if stage is not None:
-                name = ring.plan.stages[stage].peer.name
-                text = f"stage {stage} is lost: its peer {name} is gone"
-                ring.feed(StageDown(stage, "stage_lost", text, gone=True))
+    def _stages_of(self, node: NodeId) -> list[tuple[LoadedRing, int]]:
+        """What a node holds of the rings that are there; a ring may end while the caller goes through them."""
+        held = ((ring, ring.stage_of(node)) for ring in self.rings.values())
+        return [(ring, stage) for ring, stage in held if stage is not None]
 
     def _take(self, node: NodeId, frame: Frame) -> None:
         """One frame of a peer. It may speak only of rings it is part of, and only for its own stage."""

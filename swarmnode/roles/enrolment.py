@@ -14,7 +14,7 @@ from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, form
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
 from swarmnode.roles.identity import MAX_ADDRESSES
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import home_of
+from swarmnode.wire.address import home_of, parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from swarmnode.ids import NodeId
     from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
     from swarmnode.roles.swarm_state import SwarmState
+    from swarmnode.wire.address import Place
     from swarmnode.wire.certificates import NodeCertificate
     from swarmnode.wire.link import Channel, Hello
     from swarmnode.wire.tls import SwarmTls
@@ -84,6 +85,10 @@ class Enrolment:
     def nodes(self) -> Sequence[NodeRecord]:
         return self._state.nodes.records()
 
+    def removed(self, node: NodeId) -> bool:
+        """Whether somebody took it out for good."""
+        return node in self._state.nodes.revoked()
+
     def revoked(self) -> Frame:
         """The list of removed nodes, for a peer's control channel."""
         return Frame("revoked", {}, pack_body({"nodes": sorted(self._state.nodes.revoked())}))
@@ -133,9 +138,7 @@ class Enrolment:
         None, and nothing is done, while the one that it shows is young, or right after another: an honest node asks
         hourly, and whoever asks without end must not cost a signature and a write each time.
         """
-        request = bytes_of(body, "request")
-        if certs.node_id(certs.read_request(request)) != node:
-            raise ProtocolError(f"node {node:.8} asked for the certificate of another")
+        request = own_request(node, body)
         now = self._clock()
         young = shown is not None and now < certs.renewal_s(shown) - CLOCK_SPREAD_S
         if young or now - self._renewed_s.get(node, -RENEWAL_PAUSE_S) < RENEWAL_PAUSE_S:
@@ -181,8 +184,9 @@ class Enrolment:
         return await self._state.change(edit)
 
     def _certify(self, nodes: NodeBook, request: bytes, name: str) -> x509.Certificate:
-        nodes.check(certs.node_id(certs.read_request(request)), name, self.keeper)
-        roles = PEER_ROLES if self._state.seats.get(certs.node_id(certs.read_request(request))) is None else VOTER_ROLES
+        node = certs.node_id(certs.read_request(request))
+        nodes.check(node, name, self.keeper)
+        roles = PEER_ROLES if self._state.seats.get(node) is None else VOTER_ROLES
         certificate = self.authority.issue(request, roles, self._clock())
         about = certs.read_certificate(certificate)
         nodes.issued(about.node, name, about.ends_s, self.keeper)
@@ -227,6 +231,22 @@ async def next_body(channel: Channel, kind: str) -> dict[str, Any]:
     if frame.kind != kind:
         raise ProtocolError(f"a join channel brought {frame.kind} where {kind} was expected")
     return unpack_body(frame.body)
+
+
+def own_request(node: NodeId, body: dict[str, Any]) -> bytes:
+    """The certificate request that a node sent for its own key; raises ProtocolError for another's."""
+    request = bytes_of(body, "request")
+    if certs.node_id(certs.read_request(request)) != node:
+        raise ProtocolError(f"node {node:.8} asked for the certificate of another")
+    return request
+
+
+def places_of(body: dict[str, Any], most: int) -> tuple[Place, ...]:
+    """Where somebody answers: at least one place."""
+    places = body.get("places")
+    if not isinstance(places, list) or not 0 < len(places) <= most:
+        raise ProtocolError(f"the places where a node answers are not a list of 1 to {most}")
+    return tuple(parse_place(str(place)) for place in places)
 
 
 def bytes_of(body: dict[str, Any], name: str) -> bytes:

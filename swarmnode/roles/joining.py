@@ -12,7 +12,7 @@ import trio
 from swarmnode.cluster.fence import Fence
 from swarmnode.errors import JoinRefused, LinkBroken, ProtocolError
 from swarmnode.ids import NodeId
-from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body
+from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body, places_of
 from swarmnode.roles.identity import MAX_ADDRESSES, SwarmAuthority
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
 from swarmnode.wire import certificates as certs
@@ -135,15 +135,12 @@ class PeerMembership:
 
     def check_term(self, term: int) -> None:
         """A command names its term. Raises StaleTerm."""
-        self._fence.admit(min(term, self._fence.term))
+        self._fence.check(term)
 
     def take_places(self, body: dict[str, Any], here: Sequence[Place]) -> tuple[Place, ...]:
         """Where coordinators answer, kept for the next start, with those that answered here: nobody else may know of
         them. Raises ProtocolError."""
-        places = body.get("places")
-        if not isinstance(places, list) or not 0 < len(places) <= MAX_ADDRESSES:
-            raise ProtocolError(f"the places of coordinators are not a list of 1 to {MAX_ADDRESSES}")
-        named = tuple(parse_place(str(place)) for place in places)
+        named = places_of(body, MAX_ADDRESSES)
         found = (*named, *(place for place in here if place not in named))
         if found != self._identity.coordinators():
             self._identity.remember(found)

@@ -231,11 +231,16 @@ class LoadedRing:
         """A stage's node lost its connection to the coordinator. Its stage and its lanes may be well; what is under way
         to and from the head is lost, and so is a load."""
         self.unsure.add(stage)
-        name = self.plan.stages[stage].peer.name
         if stage == 0:
+            name = self.plan.stages[stage].peer.name
             self.fail_requests(StageLost(f"the connection to {name}, which takes the requests, broke; try again"))
         if not self.runs:
-            self.feed(StageDown(stage, StageLost.code, f"stage {stage} is lost: its peer {name} is gone", gone=True))
+            self.lose(stage, "is gone")
+
+    def lose(self, stage: int, how: str) -> None:
+        """Its peer does not hold it any more; `how`: what the peer did."""
+        name = self.plan.stages[stage].peer.name
+        self.feed(StageDown(stage, StageLost.code, f"stage {stage} is lost: its peer {name} {how}", gone=True))
 
     def abandon(self, why: SwarmError) -> None:
         """Its coordinator is over: whoever waits here hears of it, the stages hear nothing."""

@@ -12,13 +12,13 @@ import trio
 from swarmnode.catalog.registry import Registry
 from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.cluster.voter_book import Seated
-from swarmnode.errors import Conflict, InternalError, InvalidRequest, NoSpace, NotCoordinator
+from swarmnode.errors import Conflict, InternalError, InvalidModel, NoSpace, NotCoordinator
 from swarmnode.roles.coordinator import Coordinator
-from swarmnode.roles.enrolment import VOTER_ROLES, Enrolment, keep_certified
+from swarmnode.roles.enrolment import Enrolment
 from swarmnode.roles.identity import SwarmAuthority
 from swarmnode.roles.seats import Seats
 from swarmnode.roles.swarm_document import decode_document
-from swarmnode.roles.swarm_state import SwarmState
+from swarmnode.roles.swarm_state import NOT_KEPT, SwarmState
 from swarmnode.wire.address import parse_place
 from swarmnode.wire.nursery import open_flat_nursery
 
@@ -60,7 +60,6 @@ class Office:
     def __init__(self, parts: OfficeParts) -> None:
         self.coordinator: Coordinator | None = None
         self._parts = parts
-        self._settled = trio.Event()
 
     async def run(self) -> None:
         voting = self._parts.voting
@@ -108,25 +107,28 @@ class Office:
         keeper = NodeRecord(me.node, me.name, math.inf)
         enrolment = Enrolment(authority, state, parts.tls, parts.places, keeper=keeper)
         registry = Registry(context.settings.models_root, lambda: state.models)
-        coordinator = Coordinator(context, registry, enrolment, state, term=term)
-        coordinator.seats = Seats(
+        return Coordinator(context, registry, enrolment, state, term=term)
+
+    def _make_seats(self, coordinator: Coordinator, state: SwarmState) -> Seats:
+        parts = self._parts
+        me = parts.context.identity
+        return Seats(
             Seated(me.node, me.name, parts.places),
             state,
             parts.voting,
-            enrolment,
+            coordinator.enrolment,
             coordinator.dial_backs,
-            admits=context.settings.admit_voters,
-            emit=context.emit,
+            admits=parts.context.settings.admit_voters,
+            emit=parts.context.emit,
             told=coordinator.tell_places,
         )
-        return coordinator
 
     async def _open(self, coordinator: Coordinator, state: SwarmState, nursery: trio.Nursery) -> None:
         """Everything that a coordinator is, in `nursery`."""
         parts = self._parts
-        nursery.start_soon(keep_certified, coordinator.enrolment.authority, parts.kept, VOTER_ROLES, parts.tls)
+        coordinator.seats = seats = self._make_seats(coordinator, state)
         await nursery.start(coordinator.run)
-        nursery.start_soon(coordinator.take_part)
+        nursery.start_soon(seats.run)
         nursery.start_soon(_keep_catalogue, coordinator.registry, state)
         if parts.port is not None:
             await parts.port.serve(coordinator, state, parts.polled)
@@ -167,10 +169,10 @@ async def _keep_catalogue(registry: Registry, state: SwarmState) -> None:
     """What was imported here is known to whoever coordinates next. Where nobody else may, a folder that is gone is
     gone; where others may, they can have its files."""
     while True:
-        found = {manifest.id: manifest for manifest in registry.here()}
-        alone = len(state.seats.records()) <= 1
         try:
+            found = {manifest.id: manifest for manifest in registry.here()}
+            alone = len(state.seats.records()) <= 1
             await state.keep_models(found if alone else {**state.models, **found})
-        except (Conflict, NoSpace, NotCoordinator, InvalidRequest) as error:
+        except (InvalidModel, *NOT_KEPT) as error:
             _log.warning("the catalogue is not written down: %s", error)
         await trio.sleep(CATALOGUE_S)

@@ -24,13 +24,12 @@ def promote(data_dir: Path) -> Entry:
     """
     if is_running(data_dir):
         raise Conflict(f"the node of {data_dir} runs; stop it, promote it, and start it again")
-    ballot = Ballot(data_dir / STATE_FILE)
-    if not ballot.exists or SwarmAuthority.kept(NodeIdentity.open(data_dir)) is None:
+    ballot, kept = Ballot(data_dir / STATE_FILE), NodeIdentity.open(data_dir)
+    if not ballot.exists or SwarmAuthority.kept(kept) is None:
         raise InvalidRequest(
             f"{data_dir} is not of a node that can coordinate: only one that was started with --voter, and was "
             "admitted while the coordinator was there, holds the swarm's document and its key"
         )
-    kept = NodeIdentity.open(data_dir)
     election = Election(kept.node, ballot.read(()), 0.0, lambda: 0.0)
     election.receive(ForceAlone(), 0.0)
     for effect in election.outgoing():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
 from swarmnode.cluster.voter_book import Seated, next_voters
-from swarmnode.errors import Conflict, Forbidden, NoSpace, NotCoordinator, ProtocolError, SwarmError
-from swarmnode.roles.enrolment import VOTER_ROLES, bytes_of
+from swarmnode.errors import Forbidden, SwarmError
+from swarmnode.roles.enrolment import VOTER_ROLES, own_request, places_of
+from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.routes import DIRECT
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.node_book import NodeBook
     from swarmnode.cluster.voter_book import VoterBook
-    from swarmnode.ids import NodeId
     from swarmnode.roles.dialing_back import DialBacks
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.swarm_state import SwarmState
@@ -65,7 +64,7 @@ class Seats:
         while True:
             try:
                 await self._put_right()
-            except (Conflict, NoSpace, NotCoordinator) as error:  # another change is under way; or it is over here
+            except NOT_KEPT as error:  # it is tried again
                 _log.info("the voters stay as they are: %s", error)
             await trio.sleep(CHECK_S)
 
@@ -77,33 +76,28 @@ class Seats:
         may_vote = seated - self._voting.blank  # who lost its disk comes in anew, when its removal has reached it
         wanted = next_voters(self._state.voters, self._me.node, may_vote, self._voting.up_to_date)
         if wanted is not None:
-            await self._change_voters(wanted)
-
-    async def _change_voters(self, wanted: tuple[NodeId, ...]) -> None:
-        await self._state.change_voters(wanted)
-        names = {record.node: record.name for record in self._state.seats.records()}
-        self._emit("voters_changed", {"voters": [names.get(node, node[:8]) for node in wanted]})
+            await self._state.change_voters(wanted)
+            self._emit("voters_changed", {"voters": self._state.voter_names(wanted)})
 
     async def stand(self, hello: Hello, channel: Channel, frame: Frame) -> Frame | None:
         """A member asks to be able to coordinate: `seat` with key and certificate, or `no_seat` with why not; nothing
         for one that can already, from where it says it is."""
         try:
             body = unpack_body(frame.body)
-            record = Seated(hello.identity.node, hello.identity.name, _places(body))
+            places = tuple(map(str, places_of(body, MAX_PLACES)))
+            record = Seated(hello.identity.node, hello.identity.name, places)
             if self._state.seats.get(record.node) == record and _coordinates(channel.certified):
                 return None
             if not self._admits and self._state.seats.get(record.node) is None:
                 raise Forbidden("this swarm takes no more voters (SWARM_ADMIT_VOTERS=0 at the coordinator)")
             # what was polled or relayed comes from a tunnel's end, which may be on this machine
             await self._dial_backs.dial(hello.identity, channel.source if channel.route == DIRECT else "")
-            return await self._seat(record, bytes_of(body, "request"))
+            return await self._seat(record, own_request(record.node, body))
         except SwarmError as error:
             self._emit("seat_refused", {"name": hello.identity.name, "why": error.message})
             return Frame("no_seat", {"message": error.message})
 
     async def _seat(self, record: Seated, request: bytes) -> Frame:
-        if certs.node_id(certs.read_request(request)) != record.node:
-            raise ProtocolError(f"node {record.node:.8} asked for the certificate of another")
         certificate, key = self._enrolment.authority.seat(request, VOTER_ROLES, self._enrolment.now)
 
         def edit(seats: VoterBook, nodes: NodeBook) -> bool:
@@ -118,10 +112,3 @@ class Seats:
 
 def _coordinates(certified: NodeCertificate | None) -> bool:
     return certified is not None and "coordinator" in certified.roles
-
-
-def _places(body: Mapping[str, Any]) -> tuple[str, ...]:
-    places = body.get("places")
-    if not isinstance(places, list) or not 0 < len(places) <= MAX_PLACES:
-        raise ProtocolError(f"a node that is to coordinate names 1 to {MAX_PLACES} places where it answers")
-    return tuple(str(parse_place(str(place))) for place in places)

@@ -73,8 +73,9 @@ class SwarmDocument:
 
 
 def places_in(data: bytes) -> dict[NodeId, tuple[str, ...]]:
-    """Where the nodes that may coordinate are reached."""
-    return {record.node: record.places for record in decode_document(data).voters.records()}
+    """Where the nodes that may coordinate are reached; the rest is not looked at."""
+    seated = json.loads(data).get("voters", ()) if data else ()
+    return {record.node: record.places for record in VoterBook.from_json(seated).records()}
 
 
 def decode_document(data: bytes) -> SwarmDocument:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
-from swarmnode.errors import InvalidRequest
+from swarmnode.errors import Conflict, InvalidRequest, NoSpace, NotCoordinator
 from swarmnode.roles.swarm_document import SwarmDocument, decode_document
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from swarmnode.ids import NodeId
 
 T = TypeVar("T")
+NOT_KEPT = (Conflict, NoSpace, NotCoordinator)
+"""What a change raises that was none in itself: another one came first, the disk is full, or it is over here."""
 
 
 class Replica(Protocol):
@@ -63,6 +65,11 @@ class SwarmState:
     def voters(self) -> tuple[NodeId, ...]:
         """Those of them that vote."""
         return self._replica.entry.voters
+
+    def voter_names(self, voters: Sequence[NodeId] | None = None) -> list[str]:
+        """What people call these nodes; None: those that vote."""
+        names = {seat.node: seat.name for seat in self.seats.records()}
+        return [names.get(node, node[:8]) for node in (self.voters if voters is None else voters)]
 
     @property
     def tokens(self) -> TokenBook:

@@ -18,7 +18,6 @@ from swarmnode.cluster.election_messages import (
     Arrived,
     AskVote,
     ElectionInput,
-    ForceAlone,
     Learners,
     Persist,
     ProposalRefused,
@@ -164,10 +163,6 @@ class Voting:
             self._seated = nodes
             await self._carry_out(Learners(nodes))
 
-    async def go_on_alone(self) -> None:
-        """A person says that the other voters are gone for good. Raises NoSpace."""
-        await self._carry_out(ForceAlone())
-
     async def serve(self, hello: Hello, channel: Channel) -> None:
         """A `votes` channel of another node, which must be certified to coordinate: it holds the swarm's key."""
         certified = channel.certified
@@ -219,9 +214,9 @@ class Voting:
     def _follow_document(self) -> None:
         """Links to the other voters, and a coordinator's to all that are seated."""
         election = self._election
-        wanted = {*election.voters, *(self._seated if election.coordinator == self.node else ())}
-        if self.node not in wanted and election.coordinator != self.node:
-            wanted = set()
+        wanted = set(election.voters) if self.node in election.voters else set()
+        if election.coordinator == self.node:
+            wanted |= self._seated
         if self._read is not election.entry.document:
             self._read, self._places = election.entry.document, self._places_in(election.entry.document)
         self._links.follow({node: self._places[node] for node in wanted - {self.node} if node in self._places})

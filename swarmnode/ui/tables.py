@@ -12,7 +12,7 @@ from rich.text import Text
 
 from swarmnode.ui import quantities
 from swarmnode.ui.fitted_table import FittedTable
-from swarmnode.ui.plain_text import plain
+from swarmnode.ui.sentences import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def ps_view(answer: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [_nodes_table(answer)]
     voters = answer.get("voters") or []
     if len(voters) > 1:
-        parts += [Text(), Text(f"who coordinates is decided by {', '.join(map(plain, map(str, voters)))}")]
+        parts += [Text(), Text(sentence("voters_changed", {"voters": voters}))]
     for ring in rings:
         parts += [Text(), status_view(ring)]
     if not rings:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from swarmnode.ring.work import Engine, Work, WorkResult
 
 GREEDY = Sampling(temperature=0.0)
@@ -159,6 +161,20 @@ def generate(model: Any, prompt: Sequence[int], n: int) -> Reference:
     )
     best = [logits[0].topk(2).values for logits in out.logits]
     return Reference(out.sequences[0, len(prompt) :].tolist(), [float(pair[0] - pair[1]) for pair in best])
+
+
+def logits_of(chain: Chain) -> torch.Tensor:
+    """In float32, at every position of a prompt of 30: what a chain of one stage says of it."""
+    import torch
+
+    from swarmnode.compute.kv_cache import SessionCache
+
+    (engine,) = chain.engines
+    model: Any = engine.model  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        rows = model.embed(torch.tensor([prompt_of(30)]))
+        out: torch.Tensor = model.logits(rows, torch.arange(30)[None], [SessionCache(model.num_layers)])
+    return out.float()
 
 
 def prompt_of(length: int, seed: int = 0, vocab: Mapping[str, int] | int = 384) -> list[int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage_chains import Chain, even_cuts, prompt_of
+from stage_chains import Chain, even_cuts, logits_of, prompt_of
 from test_shard_selection import sliced_copies
 from tiny_gguf import write_gguf
 from tiny_models import make_tiny
@@ -21,7 +21,6 @@ from swarmnode.catalog.kept_blocks import BLOCK_BYTES, BLOCKS_FILE, blocks_shape
 from swarmnode.catalog.source_wheel import DEMO_MODEL_ID
 from swarmnode.compute import gguf_blocks, projections
 from swarmnode.compute.gguf_blocks import Q4Blocks
-from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.projections import Int4Projection, Int8Projection, packed
 from swarmnode.compute.spec import StageSpec
@@ -163,15 +162,6 @@ def spec_of(folder: Path, files: tuple[Path, ...], begin: int, end: int, layers:
     return StageSpec(folder, files, begin, end, layers, *ends, quantization="int4-fast")
 
 
-def logits(chain: Chain) -> torch.Tensor:
-    (engine,) = chain.engines
-    model: Any = engine.model  # type: ignore[attr-defined]
-    with torch.inference_mode():
-        rows = model.embed(torch.tensor([prompt_of(30)]))
-        out: torch.Tensor = model.logits(rows, torch.arange(30)[None], [SessionCache(LAYERS)])
-    return out.float()
-
-
 def without_blocks(folder: Path) -> tuple[Path, ...]:
     return tuple(path for path in shards(folder) if path.name != BLOCKS_FILE)
 
@@ -200,9 +190,10 @@ def test_logits_are_those_of_the_dequantized_weights_in_full_precision(tiny: Pat
             tensors[name] = packed("int4-fast", weight, None).unpack(0, weight.shape[0]).contiguous()
     save_file(tensors, tmp_path / dense.name, metadata={"format": "pt"})
     full = replace(spec_of(tiny, (tmp_path / dense.name,), 0, LAYERS), quantization="none", lean=False)
-    exact = logits(Chain([load_stage(full)]))
+    exact = logits_of(Chain([load_stage(full)]))
     found, anew = (
-        logits(Chain([load_stage(spec_of(tiny, files, 0, LAYERS))])) for files in (shards(tiny), without_blocks(tiny))
+        logits_of(Chain([load_stage(spec_of(tiny, files, 0, LAYERS))]))
+        for files in (shards(tiny), without_blocks(tiny))
     )
     # What is left is bfloat16's rounding between the matrices and the head's eight bits.
     assert float((found - exact).norm() / exact.norm()) < 0.04
@@ -214,7 +205,7 @@ def test_other_methods_read_the_weights(method: str, tiny: Path, tmp_path: Path)
     paths = sliced_copies(shards(tiny), 0, LAYERS, LAYERS, tmp_path / "slice")
     spec = replace(spec_of(tiny, paths, 0, LAYERS), quantization=method)
     expected = replace(spec, files=without_blocks(tiny))
-    assert torch.equal(logits(Chain([load_stage(spec)])), logits(Chain([load_stage(expected)])))
+    assert torch.equal(logits_of(Chain([load_stage(spec)])), logits_of(Chain([load_stage(expected)])))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -228,7 +219,7 @@ def test_an_adapter_is_merged_into_the_weights(tiny: Path, tmp_path: Path) -> No
     tuned = tiny.parent / "tuned"
     paths = sliced_copies(shards(tuned), 0, LAYERS, LAYERS, tmp_path / "slice")
     found, expected, bare = (
-        logits(Chain([load_stage(spec_of(folder, files, 0, LAYERS))]))
+        logits_of(Chain([load_stage(spec_of(folder, files, 0, LAYERS))]))
         for folder, files in ((tuned, paths), (tuned, without_blocks(tuned)), (tiny, shards(tiny)))
     )
     assert torch.equal(found, expected)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stage_chains import Chain, even_cuts, generate, prompt_of
+from stage_chains import Chain, even_cuts, generate, logits_of, prompt_of
 from tiny_models import make_tiny
 
 from swarmnode.catalog.adapter_import import import_adapter
 from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.planning import stage_files
-from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.lora import LoraLinear
 from swarmnode.compute.spec import StageSpec
@@ -116,15 +115,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     return tune(tmp_path_factory.mktemp("plain"), "plain")
 
 
-def logits(chain: Chain) -> torch.Tensor:
-    (engine,) = chain.engines
-    model: Any = engine.model  # type: ignore[attr-defined]
-    with torch.inference_mode():
-        rows = model.embed(torch.tensor([prompt_of(30)]))
-        out: torch.Tensor = model.logits(rows, torch.arange(30)[None], [SessionCache(LAYERS)])
-    return out.float()
-
-
 def test_q3_merged_into_full_precision_it_is_pefts_model(tuned: Tuned, parity: Parity) -> None:
     reference = tuned.peft()
     prompts = [prompt_of(40), prompt_of(9, 1)]
@@ -136,7 +126,7 @@ def test_q3_merged_into_full_precision_it_is_pefts_model(tuned: Tuned, parity: P
     with torch.no_grad():
         theirs = reference(torch.tensor([prompt_of(30)])).logits[:, -1]
         bare = reference.unload()(torch.tensor([prompt_of(30)])).logits[:, -1]
-    ours = logits(tuned.engines(1))
+    ours = logits_of(tuned.engines(1))
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
     assert (bare - theirs).abs().max() > 0.2 * theirs.abs().max(), "the adapter would not be missed"
 
@@ -189,8 +179,8 @@ def test_q3_eight_bits_with_an_adapter(mode: str, method: str, tuned: Tuned, mon
     """They are near enough to full precision that a missing, doubled or misplaced adapter stands out (bitsandbytes
     rounds the rows, too). DoRA is merged before, which PEFT cannot show over bitsandbytes."""
     monkeypatch.setenv("SWARM_SERVE_LORA", mode)
-    exact = logits(tuned.engines(1))
-    found = logits(tuned.engines(1, method))
+    exact = logits_of(tuned.engines(1))
+    found = logits_of(tuned.engines(1, method))
     tolerance = 0.06 if method == "int8" else 0.1
     assert (found - exact).abs().max() < tolerance * exact.abs().max()
     prompt = prompt_of(25)
@@ -204,7 +194,7 @@ def test_q3_four_packed_bits_are_those_of_the_merged_weights(plain: Tuned, tmp_p
         (tmp_path / "merged" / name).write_bytes((plain.base / name).read_bytes())
     manifest = import_model(str(tmp_path / "merged"), tmp_path / "models", stages=2)
     whole = replace(plain, root=tmp_path / "models", manifest=manifest)
-    expected, found = logits(whole.engines(1, "int4-fast")), logits(plain.engines(1, "int4-fast"))
+    expected, found = logits_of(whole.engines(1, "int4-fast")), logits_of(plain.engines(1, "int4-fast"))
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from local_swarms import REPLY, alive, start_swarm, swarmnode, wait_until
+from local_swarms import REPLY, alive, process_state, start_swarm, swarmnode, wait_until
 
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.local_swarm import NodeProcess
@@ -72,11 +72,6 @@ def voters(tmp_path: Path, models_root: Path) -> Iterator[Voters]:
     started = Voters(tmp_path, models_root)
     yield started
     started.close()
-
-
-def stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def answers(api: str, token: str) -> bool:
@@ -143,7 +138,7 @@ def test_a_coordinator_that_was_stopped_for_a_while_finds_that_it_is_none(voters
         token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
     old.process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: stopped(old.process.pid), "it is stopped")
+        wait_until(lambda: process_state(old.process.pid) == "T", "it is stopped")
         wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
         name = voters.coordinator()
         assert name is not None

@@ -71,3 +71,10 @@ def test_a_peer_without_coordinator_says_so_and_finds_it_again(swarm: Swarm, doo
     assert time.monotonic() - killed_s < NOTICED_WITHIN_S
     swarm.local.start_coordinator(swarm_listen=swarm.local.swarm)
     wait_until(lambda: httpx.get(models, trust_env=False).status_code == 200, "the new API is announced")
+
+
+def test_a_port_that_other_machines_reach_says_what_crosses_it(swarm: Swarm) -> None:
+    swarm.local.start_peers("gate", extra=("--api-listen", "0.0.0.0:0"))
+    texts = [event["text"] for event in swarm.local.peers["gate"].seen if event["event"] == "warning"]
+    assert len(texts) == 1
+    assert "unencrypted; give --api-cert" in texts[0]

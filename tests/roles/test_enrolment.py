@@ -42,7 +42,6 @@ from swarmnode.wire.memory import memory_pair
 from swarmnode.wire.tls import SwarmTls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from swarmnode.wire.link import Channel
@@ -109,15 +108,7 @@ class House:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Writes happen in place: a virtual clock would jump past a thread. A test that sleeps takes `autojump_clock`
-    itself, since pytest-trio looks at the test's own arguments."""
-
-    async def in_place(write: Callable[..., object], *arguments: object) -> None:
-        await trio.lowlevel.checkpoint()
-        write(*arguments)
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", in_place)
+def clock(writes_in_place: None) -> Clock:
     return Clock()
 
 

@@ -166,6 +166,12 @@ async def test_a_copy_of_an_identity_is_told_on_either_channel(house: House, kin
     assert told == ["copy_refused"], "people hear of it once"
 
 
+async def kind_after_places(control: Channel) -> str:
+    while (kind := (await control.receive()).kind) == "places":
+        pass
+    return kind
+
+
 async def test_a_doctor_on_a_copy_is_told_and_one_on_the_node_itself_is_not(house: House) -> None:
     attic = await house.machine("attic")
     at_home = replace(attic.identity, listen=("192.0.2.1:7700",))
@@ -179,12 +185,12 @@ async def test_a_doctor_on_a_copy_is_told_and_one_on_the_node_itself_is_not(hous
             with trio.fail_after(END_S):
                 async with attic.transport.dial(house.address, "control", examined) as control:
                     await control.send(Frame("dial_back", {}))
-                    assert [(await control.receive()).kind for _ in range(2)] == ["revoked", "places"]
-                    if copied:
+                    assert (await control.receive()).kind == "revoked"
+                    if copied:  # the refusal may overtake what else is told at first
                         with pytest.raises(Conflict, match="data directory copied"):
-                            await control.receive()
+                            await kind_after_places(control)
                     else:
-                        assert (await control.receive()).kind == "dialed_back"
+                        assert [(await control.receive()).kind for _ in range(2)] == ["places", "dialed_back"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture
-def network(autojump_clock: trio.testing.MockClock) -> MemoryNetwork:
+def network(writes_in_place: None) -> MemoryNetwork:
     return MemoryNetwork(latency_s=0.02)
 
 
@@ -107,7 +107,9 @@ async def three(network: MemoryNetwork, folder: Path, nursery: trio.Nursery) -> 
     return machines
 
 
-async def test_what_was_acknowledged_outlives_the_coordinator(network: MemoryNetwork, tmp_path: Path) -> None:
+async def test_what_was_acknowledged_outlives_the_coordinator(
+    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+) -> None:
     async with trio.open_nursery() as nursery:
         machines = await three(network, tmp_path, nursery)
         first = machines[A].voting
@@ -130,7 +132,9 @@ async def test_what_was_acknowledged_outlives_the_coordinator(network: MemoryNet
         nursery.cancel_scope.cancel()
 
 
-async def test_without_a_majority_a_write_ends_unacknowledged(network: MemoryNetwork, tmp_path: Path) -> None:
+async def test_without_a_majority_a_write_ends_unacknowledged(
+    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+) -> None:
     async with trio.open_nursery() as nursery:
         machines = await three(network, tmp_path, nursery)
         first = machines[A].voting
@@ -144,7 +148,9 @@ async def test_without_a_majority_a_write_ends_unacknowledged(network: MemoryNet
         nursery.cancel_scope.cancel()
 
 
-async def test_a_coordinator_that_slept_is_none_before_it_does_anything(network: MemoryNetwork, tmp_path: Path) -> None:
+async def test_a_coordinator_that_slept_is_none_before_it_does_anything(
+    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+) -> None:
     async with trio.open_nursery() as nursery:
         machines = await three(network, tmp_path, nursery)
         machines[A].asleep_s = 3600.0
@@ -154,7 +160,7 @@ async def test_a_coordinator_that_slept_is_none_before_it_does_anything(network:
 
 
 async def test_a_change_that_a_full_disk_refuses_never_was(
-    network: MemoryNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: MemoryNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: object
 ) -> None:
     async with trio.open_nursery() as nursery:
         machines = await three(network, tmp_path, nursery)
@@ -175,7 +181,9 @@ async def test_a_change_that_a_full_disk_refuses_never_was(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_term_and_a_vote_are_found_again(network: MemoryNetwork, tmp_path: Path) -> None:
+async def test_a_term_and_a_vote_are_found_again(
+    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+) -> None:
     async with trio.open_nursery() as nursery:
         machines = await three(network, tmp_path, nursery)
         kept = Ballot(tmp_path / "b.json").read(())
