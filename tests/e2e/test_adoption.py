@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 MODEL = "scripted"
-KEPT_S = 10
+PATIENT_S, KEPT_S = 60, 4
 
 
 @pytest.fixture
-def swarm(tmp_path: Path, models_root: Path) -> Iterator[Swarm]:
-    """Two peers that keep their stages for KEPT_S without a coordinator."""
-    started = start_swarm(tmp_path, models_root, peers=2, environment={"SWARM_KEEP_STAGES_S": str(KEPT_S)})
+def swarm(request: pytest.FixtureRequest, tmp_path: Path, models_root: Path) -> Iterator[Swarm]:
+    """Two peers that keep their stages for PATIENT_S without a coordinator, or for as long as the test says."""
+    kept = {"SWARM_KEEP_STAGES_S": str(getattr(request, "param", PATIENT_S))}
+    started = start_swarm(tmp_path, models_root, peers=2, environment=kept)
     yield started
     started.close()
 
@@ -61,6 +62,7 @@ def test_a_restarted_coordinator_takes_its_rings_over_without_a_load(swarm: Swar
     assert swarm.client.get("/api/v1/nodes")["rings"] == [], "an unloaded ring is not found again"
 
 
+@pytest.mark.parametrize("swarm", [KEPT_S], indirect=True)
 def test_without_a_coordinator_stages_end_and_their_ring_is_loaded_again_when_it_returns(swarm: Swarm) -> None:
     swarm.load(MODEL, num_stages=2)
     workers = swarm.worker_pids(MODEL)
