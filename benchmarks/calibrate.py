@@ -28,6 +28,7 @@ from benchmarks.users import WARM_UP_TOKENS, Ring, RingUnderTest, running_ring
 from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
 from sims.scenarios.decode import bound_of, steady
+from swarmnode.ring.head_messages import Finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ def _simulated(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, di
     for name in world.outcomes:
         world.cancel(name)
     world.run_until_quiet()
-    timings = [outcome.end.timing for outcome in world.outcomes.values()]
+    timings = [end.timing for outcome in world.outcomes.values() for end in outcome.ends if isinstance(end, Finished)]
     return rate, _parts(lambda name: statistics.mean(timing[name] for timing in timings))
 
 
