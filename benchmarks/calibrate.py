@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stage_times import StageTimers, typical
+from benchmarks.stage_times import StageTimers
+from benchmarks.taken_turns import step_parts, take_turns
 from benchmarks.users import WARM_UP_TOKENS, Ring, RingUnderTest, running_ring
 from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
@@ -37,10 +38,7 @@ if TYPE_CHECKING:
 
 STAGES = 2
 USERS = (1, 2, 4, 8)
-TURNS = 3
-"""Real runs of each number of users, with costs before and after each."""
-PARTS = (*(f"stage{stage}_ms" for stage in range(STAGES)), "link_ms", "queue_ms")
-"""A decode step's time, as replies tell it."""
+PARTS = step_parts(STAGES)
 
 
 def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, Any]:
@@ -60,23 +58,18 @@ def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, A
 
 
 def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: int) -> dict[str, Any]:
-    ring.run(users, WARM_UP_TOKENS)
-    rounds, crowds = [timers.groups_ms()], []
-    for _ in range(TURNS):
-        crowds.append(ring.run(users, tokens))
-        rounds.append(timers.groups_ms())
-    costs, rates = typical(rounds), [crowd.tokens_per_s for crowd in crowds]
-    real = statistics.median(rates)
-    simulated, parts = _simulated(costs, road_ms, users)
+    turns = take_turns(ring, timers, users, tokens)
+    real = turns.tokens_per_s
+    simulated, parts = _simulated(turns.costs, road_ms, users)
     return {
         "users": users,
         "real_tokens_per_s": round(real, 2),
-        "real_runs": [round(rate, 2) for rate in rates],
+        "real_runs": [round(rate, 2) for rate in turns.rates],
         "simulated_tokens_per_s": round(simulated, 2),
         "off": round(simulated / real - 1, 3),
-        "real_step_ms": _parts(lambda name: statistics.median(crowd.timing_ms(name) for crowd in crowds)),
+        "real_step_ms": _parts(turns.step_ms),
         "simulated_step_ms": parts,
-        "costs_ms": costs,
+        "costs_ms": turns.costs,
     }
 
 
