@@ -76,6 +76,7 @@ class _Swarm(Collector):
         yield from _request_metrics(self._counts)
         yield from _ring_metrics(self._nodes.get("rings") or [])
         yield from _stage_metrics(self._nodes.get("rings") or [])
+        yield from _restoring_metrics([*(self._nodes.get("rings") or ()), *(self._nodes.get("lost") or ())])
         yield from _node_metrics(self._nodes)
 
 
@@ -142,6 +143,15 @@ def _stage_metrics(rings: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
             if link.get("round_trip_ms") is not None:
                 trip.add_metric([ring["id"], stage, link["lane"]], link["round_trip_ms"] / 1e3)
     yield from (stages, lanes, trip, sent)
+
+
+def _restoring_metrics(models: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Of models that are loaded, or that were lost."""
+    again = [(model["id"], model.get("restoring")) for model in models]
+    restoring = ((model, float(status is not None)) for model, status in again)
+    yield _gauge("model_restoring", "1 while a model that was lost is loaded again, or waits for it.", restoring)
+    failures = ((model, float((status or {}).get("failures") or 0)) for model, status in again)
+    yield _gauge("model_restoring_failures", "How often in a row loading it again has failed.", failures)
 
 
 def _node_metrics(nodes: Mapping[str, Any]) -> Iterator[Metric]:

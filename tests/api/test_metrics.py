@@ -23,9 +23,14 @@ NODES = {
         {"kind": "relayed", "peer": "n1", "ring": "r", "lane": "act", "bytes_in": 50, "bytes_out": 70},
         {"kind": "requests", "peer": "gone", "ring": "", "lane": "", "bytes_in": 1, "bytes_out": 1},
     ],
+    "lost": [
+        {"id": "lost", "restoring": {"stage": 1, "waits_for": "free peers", "next_try_s": 3.0, "failures": 2}},
+        {"id": "failed", "restoring": None},
+    ],
     "rings": [
         {
             "id": "m",
+            "restoring": None,
             "running": 2,
             "waiting": 1,
             "kv_tokens": 1000,
@@ -104,6 +109,13 @@ def test_rings_stages_lanes_links_and_peers() -> None:
     assert found("swarmnode_relay_tunnels") == 3
     assert found("swarmnode_link_bytes_total", "den", "requests", "out") == 7
     assert not [labels for name, labels in found if labels & {"gone"} or ("bytes" in name and labels & {"relayed"})]
+
+
+def test_models_that_are_being_loaded_again() -> None:
+    found = Samples(exposition([], NODES))
+    restoring = {model: found("swarmnode_model_restoring", model) for model in ("lost", "failed", "m")}
+    assert restoring == {"lost": 1, "failed": 0, "m": 0}
+    assert found("swarmnode_model_restoring_failures", "lost") == 2
 
 
 def test_a_swarm_without_anything_has_its_names_all_the_same() -> None:
