@@ -14,7 +14,7 @@ import httpx
 import openai
 
 from swarmnode.cli.client import ApiClient
-from swarmnode.cli.local_swarm import LocalSwarm
+from swarmnode.cli.local_swarm import LocalSwarm, NodeProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,6 +99,20 @@ class Swarm:
         self.openai.close()
         self.client.close()
         self.local.stop()
+
+
+def start_again(local: LocalSwarm, name: str, *extra: str) -> dict[str, Any]:
+    """A peer whose process is over, anew at the swarm address that it had; `extra` arguments as it was first given.
+
+    Returns what it says when it is ready.
+    """
+    old = local.peers[name]
+    address = next(event["swarm"] for event in old.seen if event["event"] == "ready")
+    old.stop()
+    arguments = ["--role", "peer", "--name", name, "--data-dir", str(local.folder / name), "--swarm-listen", address]
+    arguments += ["--device", "cpu", "--threads", "1", "--memory", "4G", *extra]
+    local.peers[name] = NodeProcess(arguments, local.environment)
+    return local.peers[name].wait_for("ready")
 
 
 def start_swarm(folder: Path, models_root: Path, peers: int, environment: dict[str, str] | None = None) -> Swarm:

@@ -80,7 +80,7 @@ class Registry:
 
         `entry.path` holds no `..`, and no part of it may be a link, so the path never leaves the model's folder.
         """
-        return _checked_path(self.root / self.get(model).id, entry)
+        return _checked_path(self._folder(self.get(model)), entry)
 
     def open_file(self, model: str, entry: FileEntry) -> IO[bytes]:
         """The file opened for reading, links refused once more as it is opened."""
@@ -89,13 +89,22 @@ class Registry:
     def archive(self, model: str) -> Archive:
         """The whole servable as one uncompressed tar, streamed."""
         manifest = self.get(model)
-        folder = self.root / manifest.id
+        folder = self._folder(manifest)
         record = folder / MANIFEST_NAME
         members = [Member(f"{manifest.id}/{MANIFEST_NAME}", record.stat().st_size, partial(_open, record))]
         for entry in manifest.files:
             path = _checked_path(folder, entry)
             members.append(Member(f"{manifest.id}/{entry.path}", entry.size, partial(_open, path)))
         return Archive(tuple(members), modified_s=manifest.created)
+
+    def _folder(self, manifest: Manifest) -> Path:
+        folder = self.root / manifest.id
+        if not os.path.lexists(folder):
+            raise InvalidModel(
+                f"the files of {manifest.id} are not on this machine, and of the peers none that has them is connected; "
+                "start one that does, or import the model here"
+            )
+        return folder
 
     def _scan(self) -> dict[str, _Scanned]:
         """What is there now, by folder name; a new dictionary each time, so that threads may ask at once."""

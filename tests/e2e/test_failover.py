@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from local_swarms import REPLY, alive, process_state, start_swarm, swarmnode, wait_until
+from local_swarms import alive, process_state, start_again, start_swarm, swarmnode, wait_until
+from voting_swarms import FAILOVER_S, FIRST, SECOND, SERVED_S, THIRD, VOTERS, WITH_API, Voters, answers
 
 from swarmnode.cli.client import ApiClient
-from swarmnode.cli.local_swarm import NodeProcess
+from swarmnode.cluster.ring_life import ADOPT_S, UNLOAD_S
 from swarmnode.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -22,49 +23,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 MODEL = "scripted"
-FAILOVER_S = 20.0
-"""Promised: a new coordinator."""
-SERVED_S = 30.0
-"""Promised: a client that tries again is served, whichever node it asks."""
-
-
+RESTORED_S = ADOPT_S + UNLOAD_S + SERVED_S
+"""A ring is waited for, given up, and loaded anew."""
 PORTS = ("127.0.77.1:7801", "127.0.77.2:7801", "127.0.77.3:7801")
 """Of addresses that no other test uses, so that they are known before anything listens."""
-
-
-class Voters:
-    """A coordinator, and two peers that may follow it; each has an API port."""
-
-    def __init__(self, folder: Path, models_root: Path) -> None:
-        self.swarm = start_swarm(folder, models_root, peers=0)
-        self.local = self.swarm.local
-        self.names = ("attic", "cellar")
-        self.local.start_peers(*self.names, extra=("--voter", "--api-listen", "127.0.0.1:0"))
-        ports = {name: node.seen for name, node in self.local.peers.items()}
-        self.apis = {
-            name: next(event["api"] for event in seen if event["event"] == "ready") for name, seen in ports.items()
-        }
-        wait_until(lambda: len(self.voters(self.local.api)) == 3, "all three vote")
-        shown = swarmnode("ps", "--api", self.local.api).stdout
-        assert "decided by coordinator, attic, cellar" in shown or "decided by coordinator, cellar, attic" in shown
-
-    def voters(self, api: str, folder: str = "coordinator") -> list[str]:
-        with closing(ApiClient(api, data_dir=self.local.folder / folder)) as client:
-            return list(client.get("/api/v1/nodes")["voters"])
-
-    def coordinator(self) -> str | None:
-        """Which of the two peers coordinates, by its own word."""
-        for name in self.names:
-            seen = [event["event"] for event in self.local.peers[name].seen]
-            if "coordinating" in seen and seen.count("coordinating") > seen.count("resigned"):
-                return name
-        return None
-
-    def admin(self, name: str) -> ApiClient:
-        return ApiClient(self.apis[name], data_dir=self.local.folder / name)
-
-    def close(self) -> None:
-        self.swarm.close()
 
 
 @pytest.fixture
@@ -74,59 +36,69 @@ def voters(tmp_path: Path, models_root: Path) -> Iterator[Voters]:
     started.close()
 
 
-def answers(api: str, token: str) -> bool:
-    """One try of a client that repeats itself."""
-    client = openai.OpenAI(base_url=f"{api}/v1", api_key=token, max_retries=0, timeout=10)
-    try:
-        reply = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}])
-    except openai.APIError:
-        return False
-    finally:
-        client.close()
-    return reply.choices[0].message.content == REPLY
-
-
-def test_a_killed_coordinator_has_a_successor_that_takes_everything_over(voters: Voters) -> None:
+def test_a_killed_coordinator_has_a_successor_that_takes_everything_over_and_follows_it_when_it_is_back(
+    voters: Voters,
+) -> None:
     swarm = voters.swarm
-    swarm.load(MODEL, num_stages=2)
-    workers = swarm.worker_pids(MODEL)
-    with closing(voters.local.client()) as admin:
-        token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
-    killed_s = time.monotonic()
-    assert voters.local.coordinator is not None
-    voters.local.coordinator.kill()
-    wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
-    for api in voters.apis.values():
-        wait_until(lambda api=api: answers(api, token), "clients are served", SERVED_S)  # type: ignore[misc]
+    shown = swarmnode("ps", "--api", voters.local.api).stdout
+    assert "decided by coordinator, attic, cellar" in shown or "decided by coordinator, cellar, attic" in shown
+    ring, workers = swarm.load(MODEL, num_stages=2)["ring"], swarm.worker_pids(MODEL)
+    with closing(openai.OpenAI(base_url=f"{voters.apis['attic']}/v1", api_key="none", max_retries=0)) as client:
+        running = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "long"}], stream=True
+        )
+        assert next(iter(running))
+        with closing(voters.local.client()) as admin:
+            token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
+        killed_s = time.monotonic()
+        voters.node(FIRST).kill()
+        with pytest.raises(openai.APIError):  # never a clean end
+            list(running)
+    wait_until(lambda: voters.successor() is not None, "one of the others coordinates", FAILOVER_S)
+    for survivor in (SECOND, THIRD):
+        wait_until(lambda s=survivor: answers(voters.apis[s], token), "clients are served", SERVED_S)  # type: ignore[misc]
     assert time.monotonic() - killed_s < SERVED_S + 10
-    name = voters.coordinator()
+    name = voters.successor()
     assert name is not None
     with closing(voters.admin(name)) as admin:
         status = admin.get(f"/api/v1/models/{MODEL}/status")
         assert {stage["peer"]: stage["pid"] for stage in status["stages"]} == workers, "taken over without a load"
+        assert status["ring"] == ring
         assert [token["label"] for token in admin.get("/api/v1/api-tokens")["tokens"]] == ["mine"]
     refused = httpx.get(f"{voters.apis[name]}/v1/models", trust_env=False)
     assert refused.status_code == 401, "the API stays closed"
 
-
-def test_the_old_coordinator_comes_back_as_one_that_follows(voters: Voters) -> None:
-    swarm = voters.swarm
-    swarm.load(MODEL, num_stages=2)
-    workers = swarm.worker_pids(MODEL)
-    address, api = voters.local.swarm, voters.local.api.removeprefix("http://")
-    assert voters.local.coordinator is not None
-    voters.local.coordinator.kill()
-    wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
-    voters.local.start_coordinator(swarm_listen=address, api_listen=api)
-    wait_until(lambda: answers(voters.local.api, "none"), "its port forwards", SERVED_S)
-    events = [event["event"] for event in voters.local.coordinator.seen]
-    assert "coordinating" not in events
-    name = voters.coordinator()
-    assert name is not None
+    voters.start_again(FIRST)
+    wait_until(lambda: answers(voters.local.api, token), "its port forwards", SERVED_S)
+    assert "coordinating" not in [event["event"] for event in voters.node(FIRST).seen]
     with closing(voters.admin(name)) as admin:
         assert len(admin.get("/api/v1/nodes")["voters"]) == 3
         admin.post(f"/api/v1/models/{MODEL}/unload", {})
     wait_until(lambda: not any(map(alive, workers.values())), "the workers have ended")
+
+
+@pytest.mark.soak
+def test_a_coordinator_and_a_stage_that_die_together(tmp_path: Path, models_root: Path) -> None:
+    """As when one power strip holds both: the ring cannot be taken over, so its successor loads it elsewhere."""
+    voters = Voters(tmp_path, models_root, others=("den", "loft"))
+    try:
+        voters.swarm.load(MODEL, peers=["den", SECOND])  # the files of stage 1 are then on a third disk
+        voters.swarm.unload(MODEL)
+        before, workers = voters.swarm.load(MODEL, num_stages=2), voters.swarm.worker_pids(MODEL)
+        stayed, gone = (stage["peer"] for stage in before["stages"])
+        assert not {stayed, gone} & {*VOTERS}, "the larger ones hold it"
+        voters.node(gone).kill()
+        voters.node(FIRST).kill()
+        wait_until(lambda: voters.successor() is not None, "one of the others coordinates", FAILOVER_S)
+        wait_until(lambda: answers(voters.apis[stayed], "none"), "the ring is loaded again", RESTORED_S)
+        name = voters.successor()
+        assert name is not None
+        with closing(voters.admin(name)) as admin:
+            first, second = (stage["peer"] for stage in admin.get(f"/api/v1/models/{MODEL}/status")["stages"])
+        assert (first, second in VOTERS) == (stayed, True), "every stage stays that can"
+        assert not any(map(alive, workers.values())), "of the lost ring nothing is left"
+    finally:
+        voters.close()
 
 
 def test_a_coordinator_that_was_stopped_for_a_while_finds_that_it_is_none(voters: Voters) -> None:
@@ -139,8 +111,8 @@ def test_a_coordinator_that_was_stopped_for_a_while_finds_that_it_is_none(voters
     old.process.send_signal(signal.SIGSTOP)
     try:
         wait_until(lambda: process_state(old.process.pid) == "T", "it is stopped")
-        wait_until(lambda: voters.coordinator() is not None, "one of the others coordinates", FAILOVER_S)
-        name = voters.coordinator()
+        wait_until(lambda: voters.successor() is not None, "one of the others coordinates", FAILOVER_S)
+        name = voters.successor()
         assert name is not None
         wait_until(lambda: answers(voters.apis[name], token), "clients are served", SERVED_S)
     finally:
@@ -161,7 +133,7 @@ def test_a_peer_that_reaches_only_api_ports_finds_the_new_coordinator(tmp_path: 
         for name, port in zip(("attic", "cellar"), PORTS[1:], strict=True):
             local.start_peers(name, extra=("--voter", "--api-listen", port, "--advertise-api", f"http://{port}"))
         local.environment = {"SWARM_LINK_ROUTES": "polled"}
-        local.start_peers("den", extra=("--api-listen", "127.0.0.1:0"))
+        local.start_peers("den", extra=WITH_API)
         with closing(local.client()) as admin:
             wait_until(lambda: len(admin.get("/api/v1/nodes")["voters"]) == 3, "all three vote")
             loaded = admin.post(f"/api/v1/models/{MODEL}/load", {"wait": True, "peers": ["den"], "num_stages": 1})
@@ -192,7 +164,7 @@ def test_who_cannot_be_reached_gets_no_vote_and_hears_why(tmp_path: Path, models
 def test_a_swarm_that_takes_no_voters_says_so(tmp_path: Path, models_root: Path) -> None:
     swarm = start_swarm(tmp_path, models_root, peers=0, environment={"SWARM_ADMIT_VOTERS": "0"})
     try:
-        swarm.local.start_peers("attic", extra=("--voter", "--api-listen", "127.0.0.1:0"))
+        swarm.local.start_peers("attic", extra=("--voter", *WITH_API))
         refused = swarm.local.peers["attic"].wait_for("seat_refused")
         assert "SWARM_ADMIT_VOTERS" in refused["why"]
         assert not (swarm.local.folder / "attic" / "identity" / "ca-key.pem").exists()
@@ -204,8 +176,8 @@ def test_of_two_nodes_the_second_goes_on_when_a_person_says_so(tmp_path: Path, m
     swarm = start_swarm(tmp_path, models_root, peers=0)
     try:
         local = swarm.local
-        local.start_peers("attic", "cellar", extra=("--api-listen", "127.0.0.1:0"))
-        local.start_peers("den", extra=("--voter", "--api-listen", "127.0.0.1:0"))
+        local.start_peers("attic", "cellar", extra=WITH_API)
+        local.start_peers("den", extra=("--voter", *WITH_API))
         with closing(local.client()) as admin:
             token = admin.post("/api/v1/api-tokens", {"label": "mine", "scopes": ["admin"]})["token"]
             wait_until(lambda: (local.folder / "den" / "swarm.json").exists(), "the second one has the document")
@@ -219,11 +191,7 @@ def test_of_two_nodes_the_second_goes_on_when_a_person_says_so(tmp_path: Path, m
         assert swarmnode("promote", "--data-dir", local.folder / "den").returncode == 2, "never by accident"
         done = swarmnode("promote", "--force", "--data-dir", local.folder / "den", "--json")
         assert done.returncode == 0, done.stderr
-        arguments = ["--role", "peer", "--voter", "--name", "den", "--data-dir", str(local.folder / "den")]
-        address = next(event["swarm"] for event in local.peers["den"].seen if event["event"] == "ready")
-        arguments += ["--swarm-listen", address, "--api-listen", "127.0.0.1:0", "--device", "cpu", "--memory", "1G"]
-        local.peers["den"] = NodeProcess(arguments, local.environment)
-        api = local.peers["den"].wait_for("ready")["api"]
+        api = start_again(local, "den", "--voter", *WITH_API)["api"]
         wait_until(lambda: answers(api, token), "the ring is taken over", SERVED_S)
         old_address, old_api = local.swarm, local.api.removeprefix("http://")
         local.start_coordinator(swarm_listen=old_address, api_listen=old_api)
@@ -233,8 +201,8 @@ def test_of_two_nodes_the_second_goes_on_when_a_person_says_so(tmp_path: Path, m
 
 
 def test_without_a_majority_nothing_is_acknowledged(voters: Voters) -> None:
-    for name in voters.names:
-        voters.local.peers[name].kill()
+    for name in (SECOND, THIRD):
+        voters.node(name).kill()
     deadline_s = time.monotonic() + 12
     outcome: Any = None
     with closing(voters.local.client()) as admin:
