@@ -123,6 +123,10 @@ class Backend(Protocol):
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]: ...
 
+    async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
+        """Take a model out of the catalogue and delete its files here; raises Conflict for one that is loaded, or is to
+        be again, unless `force` unloads it at once."""
+
     def status(self, model: str) -> Mapping[str, Any]:
         """State, stages with peer, layers, progress and gauges (sessions, kv_tokens …), and the last error."""
 

@@ -1,4 +1,4 @@
-"""Models and nodes: the OpenAI list, and the administration routes that load, unload and describe."""
+"""Models and nodes: the OpenAI list, and the administration routes that load, unload, describe and remove."""
 
 from __future__ import annotations
 
@@ -69,6 +69,12 @@ def admin_router(backend: Backend) -> APIRouter:
     @needs(Scope.READ)
     async def get_model(model: str) -> Response:
         return JSONResponse(model_json(backend.model(model)))
+
+    @router.delete("/models/{model}", response_model=None)
+    @needs(Scope.ADMIN)
+    async def remove(model: str, request: Request) -> Response:
+        body = parse_shape(UnloadBody, await _optional_object(request))
+        return JSONResponse(dict(await backend.remove(backend.model(model).id, force=bool(body.force))))
 
     @router.get("/models/{model}/status", response_model=None)
     @needs(Scope.READ)

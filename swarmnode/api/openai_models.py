@@ -191,7 +191,7 @@ class LoadBody(_Shape):
 
 
 class UnloadBody(_Shape):
-    """`POST /api/v1/models/{id}/unload`."""
+    """`POST /api/v1/models/{id}/unload` and `DELETE /api/v1/models/{id}`."""
 
     force: bool | None = None
 

@@ -155,6 +155,14 @@ class ReplayBackend:
         self.loaded.discard(model)
         return self.status(model)
 
+    async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
+        if self.model(model).state == "ready" and not force:
+            raise Conflict(f"{model} is ready; unload it first, or remove it with force")
+        await trio.lowlevel.checkpoint()
+        self.loaded.discard(model)
+        self.names = [name for name in self.names if name != model]
+        return {"id": model, "removed": True}
+
     def status(self, model: str) -> Mapping[str, Any]:
         card = self.model(model)
         return {"id": card.id, "state": card.state, "stages": [], "sessions": self.open, "kv_tokens": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING
@@ -13,13 +14,15 @@ from pydantic import ValidationError
 from swarmnode.catalog.archive import Archive, Member
 from swarmnode.catalog.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from swarmnode.catalog.refusals import read_json_object, refuse_own_code, refuse_pickles
-from swarmnode.catalog.workspace import HIDDEN_PREFIX
+from swarmnode.catalog.workspace import HIDDEN_PREFIX, Workspace
 from swarmnode.errors import InvalidModel, ModelNotFound
 from swarmnode.ids import parse_model_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from swarmnode.ids import ModelId
 
 MAX_NAMED_MODELS = 20
 """A message names this many of the served models."""
@@ -46,17 +49,18 @@ class Registry:
         """`elsewhere`: servables, by id, whose files may lie on other machines only."""
         self.root = root
         self._elsewhere = elsewhere
+        self._hidden: set[str] = set()
         self._scanned: dict[str, _Scanned] = {}
 
     def models(self) -> tuple[Manifest, ...]:
         """All servables, by id."""
         found = {**self._elsewhere(), **{manifest.id: manifest for manifest in self.here()}}
-        return tuple(found[name] for name in sorted(found))
+        return tuple(found[name] for name in sorted(found) if name not in self._hidden)
 
     def here(self) -> tuple[Manifest, ...]:
         """Those with their files under `root`, by id."""
         found = (scanned.manifest for _, scanned in sorted(self._scan().items()))
-        return tuple(manifest for manifest in found if manifest is not None)
+        return tuple(manifest for manifest in found if manifest is not None and manifest.id not in self._hidden)
 
     def problems(self) -> dict[str, str]:
         """Folders that look like servables and are not served, each with the reason."""
@@ -64,6 +68,8 @@ class Registry:
 
     def get(self, model: str) -> Manifest:
         """One servable; raises ModelNotFound that names the served ids, or why this one is not served."""
+        if model in self._hidden:
+            raise ModelNotFound(f"model {model!r} is being removed", param="model")
         scanned = self._scan()
         found, elsewhere = scanned.get(model), self._elsewhere()
         if (found is None or found.manifest is None) and model in elsewhere:
@@ -74,6 +80,27 @@ class Registry:
         if found.manifest is None:
             raise ModelNotFound(f"model {model!r} cannot be served: {found.problem}", param="model")
         return found.manifest
+
+    @contextmanager
+    def hidden(self, model: ModelId) -> Iterator[None]:
+        """Within the block the model is in no list, and whoever asks for it hears that it is being removed."""
+        self._hidden.add(model)
+        try:
+            yield
+        finally:
+            self._hidden.discard(model)
+
+    def remove_files(self, model: ModelId) -> None:
+        """Delete a servable's folder, if it has one here. Raises Conflict while an import of it runs, and InvalidModel
+        where the file system refuses."""
+        if not os.path.lexists(self.root / model):
+            return
+        workspace = Workspace(self.root, model)
+        try:
+            with workspace.opened():
+                workspace.remove()
+        except OSError as error:
+            raise InvalidModel(f"{model} cannot be removed: {error.strerror}: {error.filename}") from error
 
     def file_path(self, model: str, entry: FileEntry) -> Path:
         """Where a file of a servable lies; raises InvalidModel unless it is a plain file of the recorded size.
@@ -101,7 +128,7 @@ class Registry:
         folder = self.root / manifest.id
         if not os.path.lexists(folder):
             raise InvalidModel(
-                f"the files of {manifest.id} are not on this machine, and of the peers none that has them is connected; "
+                f"the files of {manifest.id} are not on this machine, and no peer that is connected has them; "
                 "start one that does, or import the model here"
             )
         return folder

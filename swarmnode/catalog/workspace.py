@@ -33,6 +33,7 @@ class Workspace:
         self._root = root
         self._target = root / model_id
         self._replaced = root / f".replaced-{model_id}"
+        self._removed = root / f".removed-{model_id}"
         self._folder = root / f".importing-{model_id}"
         self.model = self._folder / "model"
         self.scratch = self._folder / "scratch"
@@ -53,6 +54,12 @@ class Workspace:
         _sync_folder(self._root)
         shutil.rmtree(self._replaced, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Take the model away: it is not served from one rename on, and then its files go."""
+        self._target.rename(self._removed)
+        _sync_folder(self._root)
+        shutil.rmtree(self._removed)
+
     @contextmanager
     def opened(self) -> Iterator[Workspace]:
         """Own the folder, cleared of what a crashed import left; Conflict while another import holds it."""
@@ -61,7 +68,7 @@ class Workspace:
         try:
             self._lock(descriptor)
             self._restore()
-            self._clear(self.model, self.scratch)
+            self._clear(self.model, self.scratch, self._removed)
             self.model.mkdir()
             self.scratch.mkdir()
             try:
@@ -70,7 +77,7 @@ class Workspace:
                 self._clear(self.model, self.scratch, *((self.download,) if isinstance(error, _REFUSED) else ()))
                 raise
             else:
-                self._clear(self.download, self.scratch)
+                self._clear(self.download, self.scratch, self.model)
             finally:
                 with suppress(OSError):
                     self._folder.rmdir()  # stays while it holds a download

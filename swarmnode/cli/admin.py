@@ -1,4 +1,4 @@
-"""`models`, `model-load`, `model-unload`, `ps`, `config`: what an operator asks a coordinator."""
+"""`models`, `model-load`, `model-unload`, `model-remove`, `ps`, `config`: what an operator asks a coordinator."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ Example:
 
     swarmnode model-unload smollm2-135m-instruct
 """
+REMOVE_HELP = """Take a model out of the catalogue, and delete its files from the coordinator's disk.
+
+What peers fetched of it stays in their caches.
+
+Example:
+
+    swarmnode model-remove smollm2-135m-instruct
+"""
 UNLOAD_SILENCE_S = 120.0
 """An unload answers when running replies have ended and the memory is back."""
 
@@ -36,6 +44,7 @@ def register(app: typer.Typer) -> None:
     app.command("models")(models)
     app.command("model-load", help=LOAD_HELP)(model_load)
     app.command("model-unload", help=UNLOAD_HELP)(model_unload)
+    app.command("model-remove", help=REMOVE_HELP)(model_remove)
     app.command("ps")(ps)
     app.command("config")(config)
 
@@ -96,6 +105,21 @@ def model_unload(
     client = ApiClient(api, token=token, silence_s=UNLOAD_SILENCE_S)
     status = client.post(model_path(model, "unload"), {"force": force})
     _print_status(status, json_output=json_output)
+
+
+def model_remove(
+    model: Annotated[str, typer.Argument(help="The model's id.")],
+    force: Annotated[bool, typer.Option("--force", help="Unload it first, running replies cut off.")] = False,
+    api: ApiOption = DEFAULT_API,
+    token: TokenOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    client = ApiClient(api, token=token, silence_s=UNLOAD_SILENCE_S)
+    removed = client.delete(model_path(model), {"force": force})
+    if json_output:
+        print_json(removed)
+    else:
+        console().print(f"{removed['id']} is removed", markup=False)
 
 
 def ps(api: ApiOption = DEFAULT_API, token: TokenOption = None, json_output: JsonFlag = False) -> None:

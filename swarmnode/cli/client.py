@@ -99,8 +99,8 @@ class ApiClient:
                     yield chunk
         raise LinkBroken("the reply ended without its end mark; the coordinator may have stopped")
 
-    def delete(self, path: str) -> dict[str, Any]:
-        return self._call("DELETE", path, None)
+    def delete(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return self._call("DELETE", path, body)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         with self._errors():
@@ -125,10 +125,10 @@ class ApiClient:
             raise LinkBroken(f"the API at {self.base_url} broke off: {error or type(error).__name__}") from error
 
 
-def model_path(model: str, action: str) -> str:
-    """The URL path of a model's admin route; raises InvalidRequest for an id that would change the path."""
+def model_path(model: str, action: str = "") -> str:
+    """The URL path of a model, or of what is done with it; raises InvalidRequest for an id that would change it."""
     try:
-        return f"/api/v1/models/{parse_model_id(model)}/{action}"
+        return f"/api/v1/models/{parse_model_id(model)}" + (f"/{action}" if action else "")
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
 

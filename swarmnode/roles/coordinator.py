@@ -164,6 +164,13 @@ class Coordinator:
         if ring.runs:
             await self._keep_quietly()
 
+    async def forget_model(self, model: ModelId) -> None:
+        """Out of the catalogue, which others may have to agree to, and then off this machine's disk. Raises as
+        `SwarmState`'s changes and `Registry.remove_files`."""
+        if self._state is not None:
+            await self._state.drop_model(model)
+        await trio.to_thread.run_sync(self.registry.remove_files, model)
+
     def ring_of(self, model: ModelId) -> LoadedRing | None:
         """The ring that serves or is to serve `model`."""
         return next((ring for ring in self.rings.values() if ring.model == model), None)

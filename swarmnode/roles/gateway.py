@@ -125,14 +125,28 @@ class Gateway:
         return plan_report(planned) | {"evicts": [ring.model for ring in leaving]}
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
-        model_id = self._coordinator.registry.get(model).model_id
-        ring = self._coordinator.ring_of(model_id)
-        self._coordinator.restoring.forget(model_id)
+        await self._give_back(self._coordinator.registry.get(model).model_id, force=force)
+        return self.status(model)
+
+    async def _give_back(self, model: ModelId, *, force: bool) -> None:
+        """Its memory on every peer; nor is it loaded again."""
+        ring = self._coordinator.ring_of(model)
+        self._coordinator.restoring.forget(model)
         if ring is not None:
             await ring.unload(force=force)
-        self._coordinator.ended.pop(model_id, None)
+        self._coordinator.ended.pop(model, None)
         await self._coordinator.keep_rings()
-        return self.status(model)
+
+    async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
+        coordinator = self._coordinator
+        model_id = coordinator.registry.get(model).model_id
+        ring, state = coordinator.ring_of(model_id), self._state(model_id)
+        if not force and (ring is not None or state == "restoring"):
+            raise Conflict(f"{model} is {state}; unload it first, or remove it with force")
+        with coordinator.registry.hidden(model_id):  # nobody begins to load it meanwhile
+            await self._give_back(model_id, force=True)
+            await coordinator.forget_model(model_id)
+        return {"id": model_id, "removed": True}
 
     # what is going on
 

@@ -172,7 +172,7 @@ async def _keep_catalogue(registry: Registry, state: SwarmState) -> None:
         try:
             found = {manifest.id: manifest for manifest in registry.here()}
             alone = len(state.seats.records()) <= 1
-            await state.keep_models(found if alone else {**state.models, **found})
+            await state.keep_models(found, beside=not alone)
         except (InvalidModel, *NOT_KEPT) as error:
             _log.warning("the catalogue is not written down: %s", error)
         await trio.sleep(CATALOGUE_S)

@@ -17,6 +17,7 @@ from swarmnode.roles.reports import MAX_MODELS_KEPT
 from swarmnode.roles.stage_host import StageHost
 from swarmnode.roles.worker_logs import KeptLogs
 from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.connection import REMOVED
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.routes import DIRECT, worst
@@ -90,6 +91,8 @@ class Peer:
                 await self._serve_coordinator()
             except SwarmError as error:
                 self._context.emit("coordinator_lost", {"reason": error.message})
+                if REMOVED in error.message:  # no coordinator will take its stages over
+                    self._unload_all()
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
                 refused = not lasted and isinstance(error.__cause__ or error, Conflict)
             attempt = 0 if lasted else attempt + 1
@@ -158,8 +161,11 @@ class Peer:
     async def _end_unless_found(self, patience: trio.CancelScope) -> None:
         with patience:
             await trio.sleep(self._context.settings.keep_stages_s)
-            for host in self._hosts.values():
-                host.unload()
+            self._unload_all()
+
+    def _unload_all(self) -> None:
+        for host in self._hosts.values():
+            host.unload()
 
     async def _serve_connected(self, control: Channel, requests: Channel) -> None:
         """While both are up."""

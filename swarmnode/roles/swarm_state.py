@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.node_book import NodeBook
     from swarmnode.cluster.token_book import TokenBook
     from swarmnode.cluster.voter_book import VoterBook
-    from swarmnode.ids import NodeId
+    from swarmnode.ids import ModelId, NodeId
 
 T = TypeVar("T")
 NOT_KEPT = (Conflict, NoSpace, NotCoordinator)
@@ -107,8 +107,16 @@ class SwarmState:
     async def keep_tokens(self, tokens: TokenBook) -> None:
         await self._put(tokens=tokens)
 
-    async def keep_models(self, models: Mapping[str, Manifest]) -> None:
-        await self._put(models=models)
+    async def keep_models(self, models: Mapping[str, Manifest], *, beside: bool = False) -> None:
+        """The catalogue; with `beside` what was in it stays as well."""
+        async with self._changing:
+            await self._keep_parts(models={**(self._document.models if beside else {}), **models})
+
+    async def drop_model(self, model: ModelId) -> None:
+        """Out of the catalogue, if it is there."""
+        async with self._changing:
+            kept = {name: manifest for name, manifest in self._document.models.items() if name != model}
+            await self._keep_parts(models=kept)
 
     async def keep_rings(self, rings: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]] = ()) -> None:
         """The records of all rings that whoever coordinates next should find again, and of all models that it should
@@ -116,10 +124,13 @@ class SwarmState:
         await self._put(rings=tuple(rings), desired=tuple(desired))
 
     async def _put(self, **parts: object) -> None:
-        """What is kept already is not written again."""
         async with self._changing:
-            if any(getattr(self._document, name) != value for name, value in parts.items()):
-                await self._keep(self._document.with_parts(parts))
+            await self._keep_parts(**parts)
+
+    async def _keep_parts(self, **parts: object) -> None:
+        """What is kept already is not written again."""
+        if any(getattr(self._document, name) != value for name, value in parts.items()):
+            await self._keep(self._document.with_parts(parts))
 
     async def _edit(self, edit: Callable[[SwarmDocument], T]) -> T:
         async with self._changing:

@@ -117,6 +117,16 @@ async def test_unload(gateway: Any) -> None:
     gateway.backend.open = 0
 
 
+async def test_remove(gateway: Any) -> None:
+    refused = await gateway.client.delete("/api/v1/models/replay-1")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+    wrong = await gateway.client.request("DELETE", "/api/v1/models/replay-1", json={"force": "yes"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "force")
+    gone = await gateway.client.request("DELETE", "/api/v1/models/replay-1", json={"force": True})
+    assert gone.json() == {"id": "replay-1", "removed": True}
+    assert (await gateway.client.delete("/api/v1/models/replay-1")).status_code == 404
+
+
 async def test_archive(gateway: Any) -> None:
     reply = await gateway.client.get("/api/v1/models/replay-1/archive")
     assert (reply.content, reply.headers["content-type"]) == (b"tarball", "application/x-tar")

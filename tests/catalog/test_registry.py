@@ -13,7 +13,8 @@ from swarmnode.catalog import registry as registry_module
 from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.manifest import MAX_MANIFEST_BYTES, FileEntry
 from swarmnode.catalog.registry import Registry
-from swarmnode.errors import InvalidModel, ModelNotFound
+from swarmnode.catalog.workspace import Workspace
+from swarmnode.errors import Conflict, InvalidModel, ModelNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,3 +191,37 @@ def test_a_root_that_is_no_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidModel, match=r"models root .*file cannot be read"):
         Registry(tmp_path / "file").models()
+
+
+def test_a_model_that_is_removed_is_hidden_first_and_then_gone(root: Path, servable: Manifest) -> None:
+    registry = Registry(root)
+    with registry.hidden(servable.model_id):
+        assert (registry.models(), registry.here()) == ((), ())
+        with pytest.raises(ModelNotFound, match="is being removed"):
+            registry.get(servable.id)
+    assert registry.models() == (servable,)
+    registry.remove_files(servable.model_id)
+    registry.remove_files(servable.model_id)  # what lies elsewhere only has none here
+    assert (registry.models(), list(root.iterdir())) == ((), [])
+
+
+def test_what_a_removal_that_was_cut_off_left_goes_with_the_next_import(
+    root: Path, servable: Manifest, tiny_llama: Path
+) -> None:
+    (root / servable.id).rename(root / f".removed-{servable.id}")
+    again = import_model(str(tiny_llama), root)
+    assert (Registry(root).models(), [path.name for path in root.iterdir()]) == ((again,), [servable.id])
+
+
+def test_no_model_is_removed_while_it_is_imported_anew(root: Path, servable: Manifest) -> None:
+    with Workspace(root, servable.model_id).opened(), pytest.raises(Conflict, match="another import"):
+        Registry(root).remove_files(servable.model_id)
+    assert Registry(root).models() == (servable,)
+
+
+def test_a_model_whose_files_are_elsewhere_says_so(tmp_path: Path, servable: Manifest) -> None:
+    registry = Registry(tmp_path / "empty", lambda: {servable.id: servable})
+    with pytest.raises(InvalidModel, match="not on this machine"):
+        registry.file_path(servable.id, servable.files[0])
+    with pytest.raises(InvalidModel, match="not on this machine"):
+        registry.archive(servable.id)

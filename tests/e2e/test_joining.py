@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from local_swarms import REPLY, Swarm, swarmnode, wait_until
+from local_swarms import REPLY, Swarm, alive, swarmnode, wait_until
 
 from swarmnode.cli.local_swarm import LocalSwarm, NodeProcess
 from swarmnode.cluster.join_token import parse_join_token
@@ -77,6 +77,7 @@ def test_two_machines_join_serve_and_one_is_removed(local: LocalSwarm) -> None:
     status = swarm.load(MODEL)
     assert {stage["peer"] for stage in status["stages"]} == {"attic", "den"}
     assert swarm.ask(MODEL) == REPLY
+    workers = swarm.worker_pids(MODEL)
     texts = reading(swarm)
     assert next(texts)
 
@@ -89,6 +90,7 @@ def test_two_machines_join_serve_and_one_is_removed(local: LocalSwarm) -> None:
     assert raised.value.code == "stage_lost"
     assert time.monotonic() - cut_s < CUT_WITHIN_S
     reason(local.peers["attic"], "removed from the swarm")
+    wait_until(lambda: not any(map(alive, workers.values())), "neither holds a stage any more, the one that is out too")
     assert [known["name"] for known in nodes(local)["peers"]] == ["den"]
     assert {name: member["state"] for name, member in members(local).items()} == {"attic": "removed", "den": "alive"}
     assert "removed" in swarmnode("nodes", **admin).stdout

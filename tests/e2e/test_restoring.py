@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from local_swarms import REPLY, Swarm, alive, start_swarm, swarmnode, wait_until
+from local_swarms import REPLY, Swarm, alive, descendants, start_swarm, swarmnode, wait_until
 
 from swarmnode.errors import SwarmError
 
@@ -124,6 +124,34 @@ def test_an_unload_ends_the_waiting(swarms: Callable[[int], Swarm]) -> None:
     wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 2, "the peer is back")
     swarm.load("scripted-two")  # takes both peers, and would not find them free
     assert swarm.status(MODEL)["state"] == "available"
+
+
+def test_loads_and_unloads_while_it_is_loaded_again(swarms: Callable[[int], Swarm]) -> None:
+    swarm = swarms(2)
+    swarm.load(MODEL)
+    nodes = [node.process.pid for node in swarm.local.peers.values()]
+
+    def lose_and_catch_it_loading() -> None:
+        workers = swarm.worker_pids(MODEL)
+        lost(swarm, next(iter(workers.values())))
+        wait_until(lambda: loads_again(swarm, workers), "it is being loaded again")
+
+    lose_and_catch_it_loading()
+    assert swarm.load(MODEL)["state"] == "ready", "whoever asks for it now waits for that load"
+    assert swarm.ask(MODEL) == REPLY
+    assert sum(len(descendants(pid)) for pid in nodes) == 2
+    lose_and_catch_it_loading()
+    assert swarm.unload(MODEL)["state"] == "available"
+    assert not [child for pid in nodes for child in descendants(pid)], "the load is given up, and nothing of it is left"
+    assert swarm.load(MODEL)["state"] == "ready"
+    assert swarm.ask(MODEL) == REPLY
+
+
+def loads_again(swarm: Swarm, without: dict[str, int]) -> bool:
+    """A new ring is there, and not ready yet."""
+    status = swarm.status(MODEL)
+    new = [stage for stage in status["stages"] if stage["pid"] not in without.values()]
+    return status["state"] == "restoring" and not status["restoring"]["waits_for"] and len(new) == 2
 
 
 def test_a_coordinator_that_returns_without_one_of_its_peers_loads_the_ring_again(

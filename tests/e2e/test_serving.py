@@ -189,16 +189,39 @@ def test_another_model_beside_it_and_an_unload_that_ends_its_worker(swarm: Swarm
 
 def test_unload_lets_a_running_reply_finish_and_force_does_not(swarm: Swarm) -> None:
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(ask, swarm, "long", max_tokens=300)
+        running = pool.submit(ask, swarm, "long", max_tokens=400)
         wait_until(lambda: swarm.status(MODEL)["running"] == 1, "the reply runs")
         unload = pool.submit(swarm.unload, MODEL, force=False)
-        assert running.result().choices[0].message.content == "abcdefghij" * 30
+        wait_until(lambda: swarm.status(MODEL)["state"] == "unloading", "it drains")
+        with pytest.raises(openai.APIStatusError, match="unload") as late:
+            ask(swarm)
+        assert (late.value.status_code, late.value.code) == (503, "model_unloading")
+        assert int(late.value.response.headers["retry-after"]) > 0
+        assert running.result().choices[0].message.content == "abcdefghij" * 40
         assert unload.result()["state"] == "available"
         swarm.load(MODEL)
         running = pool.submit(ask, swarm, "long", max_tokens=4000)
         wait_until(lambda: swarm.status(MODEL)["running"] == 1, "the reply runs")
+        workers = swarm.worker_pids(MODEL)
         swarm.unload(MODEL, force=True)
+        assert not any(map(alive, workers.values()))
         with pytest.raises(openai.APIStatusError, match="unload") as cut:
             running.result()
         assert cut.value.code == "model_unloading"
+    swarm.load(MODEL)
+
+
+def test_an_unload_goes_on_when_whoever_asked_for_it_leaves(swarm: Swarm) -> None:
+    import httpx
+
+    workers = swarm.worker_pids(MODEL)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, swarm, "long", max_tokens=400)
+        wait_until(lambda: swarm.status(MODEL)["running"] == 1, "the reply runs")
+        url = f"{swarm.local.api}/api/v1/models/{MODEL}/unload"
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json={}, timeout=0.3, trust_env=False)
+        assert running.result().choices[0].message.content == "abcdefghij" * 40
+    wait_until(lambda: swarm.status(MODEL)["state"] == "available", "it is unloaded all the same")
+    assert not any(map(alive, workers.values()))
     swarm.load(MODEL)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import trio
+import trio.testing
 from kept_alone import state_at
+
+from swarmnode.catalog.registry import Registry
+from swarmnode.compute.scripted_servable import write_scripted_servable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,3 +28,17 @@ async def test_rings_that_are_kept_already_are_not_written_again(tmp_path: Path)
     assert (state_at(path).rings, state_at(path).version) == ((), version + 1)
     await state.keep_rings([], [{"model": "m", "nodes": ["attic"]}])
     assert state_at(path).desired == ({"model": "m", "nodes": ["attic"]},)
+
+
+async def test_a_model_that_is_dropped_stays_out_whatever_is_written_meanwhile(tmp_path: Path) -> None:
+    """What keeps the catalogue, too, reads what is there and writes it back."""
+    for model in ("doomed", "kept"):
+        write_scripted_servable(tmp_path / "models", model, {"default": [1]}, layers=2, stages=1)
+    state = state_at(tmp_path / "swarm.json")
+    doomed, kept = Registry(tmp_path / "models").here()
+    await state.keep_models({doomed.id: doomed})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(state.drop_model, doomed.model_id)
+        await trio.testing.wait_all_tasks_blocked()
+        await state.keep_models({kept.id: kept}, beside=True)
+    assert {*state_at(tmp_path / "swarm.json").models} == {kept.id}
