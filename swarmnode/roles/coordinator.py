@@ -165,11 +165,16 @@ class Coordinator:
             await self._keep_quietly()
 
     async def forget_model(self, model: ModelId) -> None:
-        """Out of the catalogue, which others may have to agree to, and then off this machine's disk. Raises as
-        `SwarmState`'s changes and `Registry.remove_files`."""
-        if self._state is not None:
-            await self._state.drop_model(model)
-        await trio.to_thread.run_sync(self.registry.remove_files, model)
+        """Out of the catalogue, which others may have to agree to, and then off this machine's disk. Raises Conflict
+        for one that has a ring, and as `SwarmState`'s changes and `Registry.remove_files`."""
+        if (ring := self.ring_of(model)) is not None:
+            raise Conflict(f"{model} is {ring.state} again; unload it first")
+        here = {manifest.id: manifest for manifest in self.registry.here()}
+        manifest = self.registry.get(model)
+        with self.registry.hidden(model):  # from here on no load begins
+            if self._state is not None:
+                await self._state.drop_model(manifest, elsewhere=model not in here)
+            await trio.to_thread.run_sync(self.registry.remove_files, model)
 
     def ring_of(self, model: ModelId) -> LoadedRing | None:
         """The ring that serves or is to serve `model`."""

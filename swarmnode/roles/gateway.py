@@ -143,9 +143,8 @@ class Gateway:
         ring, state = coordinator.ring_of(model_id), self._state(model_id)
         if not force and (ring is not None or state == "restoring"):
             raise Conflict(f"{model} is {state}; unload it first, or remove it with force")
-        with coordinator.registry.hidden(model_id):  # nobody begins to load it meanwhile
-            await self._give_back(model_id, force=True)
-            await coordinator.forget_model(model_id)
+        await self._give_back(model_id, force=True)
+        await coordinator.forget_model(model_id)
         return {"id": model_id, "removed": True}
 
     # what is going on

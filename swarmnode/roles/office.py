@@ -170,9 +170,20 @@ async def _keep_catalogue(registry: Registry, state: SwarmState) -> None:
     gone; where others may, they can have its files."""
     while True:
         try:
+            await finish_removals(registry, state)
             found = {manifest.id: manifest for manifest in registry.here()}
             alone = len(state.seats.records()) <= 1
             await state.keep_models(found, beside=not alone)
         except (InvalidModel, *NOT_KEPT) as error:
             _log.warning("the catalogue is not written down: %s", error)
         await trio.sleep(CATALOGUE_S)
+
+
+async def finish_removals(registry: Registry, state: SwarmState) -> None:
+    """Delete what was removed while another node coordinated and could not reach this disk."""
+    for manifest in registry.here():
+        if state.was_removed(manifest):
+            _log.warning("%s was removed while another node coordinated; its files here are deleted now", manifest.id)
+            with registry.hidden(manifest.model_id):
+                await trio.to_thread.run_sync(registry.remove_files, manifest.model_id)
+            await state.deleted(manifest)

@@ -34,6 +34,9 @@ class SwarmDocument:
     tokens: TokenBook = field(default_factory=TokenBook)
     models: Mapping[str, Manifest] = field(default_factory=dict)
     """The catalogue, by id; the files may lie on other nodes."""
+    removed: tuple[str, ...] = ()
+    """Digests of manifests that were removed while their files lay on another node, which deletes them when it
+    coordinates."""
     rings: tuple[Mapping[str, Any], ...] = ()
     """Those that run; see `ring_record`."""
     desired: tuple[Mapping[str, Any], ...] = ()
@@ -60,6 +63,7 @@ class SwarmDocument:
             "voters": self.voters.as_json(),
             "tokens": self.tokens.as_json(),
             "models": [self.models[name].model_dump(mode="json") for name in sorted(self.models)],
+            "removed": list(self.removed),
             "rings": list(self.rings),
             "desired": list(self.desired),
         }
@@ -91,6 +95,7 @@ def decode_document(data: bytes) -> SwarmDocument:
             voters=VoterBook.from_json(content.get("voters", ())),
             tokens=TokenBook.read(content.get("tokens", [])),
             models={manifest.id: manifest for manifest in manifests},
+            removed=tuple(map(str, content.get("removed", ()))),
             rings=tuple(content.get("rings", ())),
             desired=tuple(content.get("desired", ())),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from swarmnode.cluster.node_book import NodeBook
     from swarmnode.cluster.token_book import TokenBook
     from swarmnode.cluster.voter_book import VoterBook
-    from swarmnode.ids import ModelId, NodeId
+    from swarmnode.ids import NodeId
 
 T = TypeVar("T")
+MAX_REMOVED = 64
+"""Removals that wait for the node with the files to coordinate."""
 NOT_KEPT = (Conflict, NoSpace, NotCoordinator)
 """What a change raises that was none in itself: another one came first, the disk is full, or it is over here."""
 
@@ -112,11 +115,22 @@ class SwarmState:
         async with self._changing:
             await self._keep_parts(models={**(self._document.models if beside else {}), **models})
 
-    async def drop_model(self, model: ModelId) -> None:
-        """Out of the catalogue, if it is there."""
+    async def drop_model(self, manifest: Manifest, *, elsewhere: bool) -> None:
+        """Out of the catalogue, if it is there. `elsewhere`: its files are another node's to delete."""
         async with self._changing:
-            kept = {name: manifest for name, manifest in self._document.models.items() if name != model}
-            await self._keep_parts(models=kept)
+            kept = {name: other for name, other in self._document.models.items() if name != manifest.id}
+            removed = (*self._document.removed, _digest(manifest)) if elsewhere else self._document.removed
+            await self._keep_parts(models=kept, removed=removed[-MAX_REMOVED:])
+
+    def was_removed(self, manifest: Manifest) -> bool:
+        """Whether its files are to be deleted where they lie."""
+        return _digest(manifest) in self._document.removed
+
+    async def deleted(self, manifest: Manifest) -> None:
+        """They are: whoever puts them there again means it."""
+        async with self._changing:
+            digest = _digest(manifest)
+            await self._keep_parts(removed=tuple(other for other in self._document.removed if other != digest))
 
     async def keep_rings(self, rings: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]] = ()) -> None:
         """The records of all rings that whoever coordinates next should find again, and of all models that it should
@@ -142,3 +156,8 @@ class SwarmState:
     async def _keep(self, document: SwarmDocument) -> None:
         await self._replica.write(document.encode(), self.version)
         self._document = document
+
+
+def _digest(manifest: Manifest) -> str:
+    """Of this import of the model: another one has other times or files."""
+    return hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -10,6 +11,7 @@ from kept_alone import state_at
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.compute.scripted_servable import write_scripted_servable
+from swarmnode.roles.office import finish_removals
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +40,12 @@ async def test_a_model_that_is_dropped_stays_out_whatever_is_written_meanwhile(t
     doomed, kept = Registry(tmp_path / "models").here()
     await state.keep_models({doomed.id: doomed})
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(state.drop_model, doomed.model_id)
+        nursery.start_soon(partial(state.drop_model, doomed, elsewhere=True))
         await trio.testing.wait_all_tasks_blocked()
         await state.keep_models({kept.id: kept}, beside=True)
-    assert {*state_at(tmp_path / "swarm.json").models} == {kept.id}
+    again = state_at(tmp_path / "swarm.json")
+    assert {*again.models} == {kept.id}
+    assert (again.was_removed(doomed), again.was_removed(kept)) == (True, False), "its files are somewhere else"
+    await finish_removals(Registry(tmp_path / "models"), again)
+    assert [manifest.id for manifest in Registry(tmp_path / "models").here()] == [kept.id], "here they were"
+    assert not state_at(tmp_path / "swarm.json").was_removed(doomed)
