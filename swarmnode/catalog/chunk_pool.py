@@ -48,6 +48,11 @@ class ChunkPool:
         """Every chunk has arrived."""
         return not self._left
 
+    @property
+    def promising(self) -> bool:
+        """Of what has not arrived a peer has something, or it is under way."""
+        return any(p not in self._free or any(self._holds(source, p) for source in self._has) for p in self._left)
+
     def offer(self, source: str, marks: Mapping[int, bytes]) -> None:
         """What a peer has: by file a byte for each chunk, 1 where it is there."""
         self._has[source] = marks

@@ -101,6 +101,12 @@ class ShardStore:
             raise FetchFailed(f"{entry.path}: bytes {begin} to {end - 1} are not here")
         return self._slices / entry.sha256
 
+    def whole(self, entry: FileEntry) -> Path:
+        """Where the whole file lies; raises FetchFailed where it is not here."""
+        if not self.have(entry):
+            raise FetchFailed(f"{entry.path}: is not here")
+        return self._blobs / entry.sha256
+
     def models(self) -> tuple[str, ...]:
         """The ids of the models of which files were placed here."""
         return tuple(sorted({path.name.rpartition("-")[0] for path in self._models.iterdir()}))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.chunks import chunk_lists
-from swarmnode.roles.file_client import FetchProgress, fetch_whole
+from swarmnode.errors import FetchFailed, InvalidModel, LinkBroken
+from swarmnode.roles.file_client import FetchProgress, fetch_file, fetch_whole
 from swarmnode.roles.slice_client import Shard, fetch_slices
+from swarmnode.wire.address import parse_address
+from swarmnode.wire.link import LinkOptions
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from swarmnode.catalog.manifest import FileEntry
     from swarmnode.catalog.store import ShardStore
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.load_spec import LoadSpec
+
+_log = logging.getLogger(__name__)
 
 
 async def fetch_files(
@@ -21,7 +30,8 @@ async def fetch_files(
 ) -> frozenset[str]:
     """Bring what the store lacks of the files of `spec`; returns the paths of those of which it has the stage's part.
 
-    Shards of older imports, which have no list of chunks, are brought whole. Raises FetchFailed, NoSpace or LinkBroken.
+    Shards of older imports, which have no list of chunks, are brought whole. Raises FetchFailed, NoSpace, LinkBroken,
+    or InvalidModel where neither the coordinator nor a peer has them.
     """
     progress = FetchProgress(report)
     lists = chunk_lists(spec.files)
@@ -32,9 +42,33 @@ async def fetch_files(
         needed = store.missing_bytes(whole)
         store.check_space(needed)
         progress.expect(needed)
-        async with context.roads.to_coordinator("files") as dialed:
-            await fetch_whole(dialed.up, spec.model, missing, store, progress)
+        try:
+            async with context.roads.to_coordinator("files") as dialed:
+                await fetch_whole(dialed.up, spec.model, missing, store, progress)
+        except InvalidModel:  # it followed the coordinator that had them
+            await _fetch_shared(context, spec, whole, store, progress)
     shards = {entry.sha256: Shard(entry, lists[path]) for path, entry in sliced.items()}
     if shards:
         await fetch_slices(context, spec, store, [shards[sha256] for sha256 in sorted(shards)], progress)
     return frozenset(sliced)
+
+
+async def _fetch_shared(
+    context: NodeContext, spec: LoadSpec, files: Sequence[FileEntry], store: ShardStore, progress: FetchProgress
+) -> None:
+    """Bring whole files from peers that have some of them. Raises InvalidModel where some are left."""
+    for node, address in spec.sources if DIRECT in context.settings.link_routes else ():
+        options = LinkOptions(traffic=context.traffic, node=node)
+        try:
+            async with context.transport.dial(parse_address(address), "shares", context.identity, options) as channel:
+                for entry in store.missing(files):
+                    with suppress(FetchFailed):  # it may have the next one
+                        await fetch_file(channel, spec.model, entry, store, progress, node[:8])
+        except LinkBroken as error:
+            _log.info("%s: nothing is fetched from %s: %s", spec.model, node[:8], error)
+        if not store.missing(files):
+            return
+    raise InvalidModel(
+        f"{store.missing(files)[0].path}: neither the coordinator nor a peer that is connected has this file of "
+        f"{spec.model}; start a machine that has, or import the model on the coordinator's"
+    )

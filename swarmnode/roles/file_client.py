@@ -52,21 +52,28 @@ class FetchProgress:
 async def fetch_whole(
     channel: Channel, model: ModelId, missing: Iterable[FileEntry], store: ShardStore, progress: FetchProgress
 ) -> None:
-    """Bring whole files over a *files* channel. Raises FetchFailed, NoSpace or LinkBroken."""
+    """Bring whole files over a *files* channel. Raises FetchFailed, NoSpace or LinkBroken, and InvalidModel where the
+    coordinator has not got them."""
     for entry in missing:
-        await _fetch_file(channel, model, entry, store, progress)
+        await fetch_file(channel, model, entry, store, progress)
 
 
-async def _fetch_file(
-    channel: Channel, model: ModelId, entry: FileEntry, store: ShardStore, progress: FetchProgress
+async def fetch_file(
+    channel: Channel,
+    model: ModelId,
+    entry: FileEntry,
+    store: ShardStore,
+    progress: FetchProgress,
+    source: str = COORDINATOR,
 ) -> None:
+    """Bring one whole file over a *files* channel, or over a *shares* channel from another peer."""
     partial = await _begin(store, entry, progress)
     if partial is None:
         return
     with partial:
         wanted = {"model": model, "path": entry.path, "size": entry.size, "sha256": entry.sha256}
         await channel.send(Frame("fetch", {**wanted, "offset": partial.length}))
-        while (frame := await next_frame(channel, entry)).kind == "data":
+        while (frame := await next_frame(channel, entry, source)).kind == "data":
             if frame.header["offset"] != partial.length:
                 raise FetchFailed(f"{entry.path}: got offset {frame.header['offset']}, expected {partial.length}")
             await trio.to_thread.run_sync(partial.write, frame.body)

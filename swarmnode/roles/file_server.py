@@ -66,11 +66,16 @@ def _locate(registry: Registry, frame: Frame) -> tuple[Path, int, int]:
 
 
 def _locate_share(store: ShardStore, frame: Frame) -> tuple[Path, int, int]:
-    """The range a `fetch` names, by the content alone: whoever knows its sha256 was told to load it."""
-    if frame.kind != "fetch" or "list" not in frame.header or "list_size" not in frame.header:
-        raise InvalidRequest("a shares channel takes ask frames, and fetch frames with the list of the file's chunks")
-    entry, chunk_list = _named(frame.header)
-    offset, end = _range(frame.header, entry)
+    """The range a `fetch` names, by the content alone: whoever knows its sha256 was told to load it. Without the list
+    of its chunks it is a file that is here as a whole."""
+    if frame.kind != "fetch":
+        raise InvalidRequest(f"a shares channel takes ask and fetch frames, not {frame.kind}")
+    header = frame.header
+    if "list" not in header or "list_size" not in header:
+        entry = _entry(header["path"], header["size"], header["sha256"])
+        return store.whole(entry), *_range(header, entry)
+    entry, chunk_list = _named(header)
+    offset, end = _range(header, entry)
     return store.source_of(entry, chunk_list, offset, end), offset, end
 
 
@@ -83,9 +88,13 @@ async def _tell_chunks(store: ShardStore, channel: Channel, frame: Frame) -> Non
 def _named(header: Mapping[str, Any]) -> tuple[FileEntry, FileEntry]:
     """The file and its list as a frame names them; raises InvalidRequest where a digest or a path is none."""
     path = header["path"]
+    entry = _entry(path, header["size"], header["sha256"])
+    return entry, _entry(path + LIST_SUFFIX, header["list_size"], header["list"])
+
+
+def _entry(path: str, size: int, sha256: str) -> FileEntry:
     try:
-        entry = FileEntry(path=path, size=header["size"], sha256=header["sha256"])
-        return entry, FileEntry(path=path + LIST_SUFFIX, size=header["list_size"], sha256=header["list"])
+        return FileEntry(path=path, size=size, sha256=sha256)
     except ValidationError as error:
         raise InvalidRequest(f"no file of a servable: {error.errors()[0]['msg']:.200}") from error
 

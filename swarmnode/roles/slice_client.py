@@ -1,7 +1,8 @@
 """Fetch a stage's part of its shards by chunks: from every peer that has some of them, and from the coordinator.
 
 The coordinator gives what no peer has, and takes over what a peer is too slow for. A source that lies, stalls or leaves
-is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's.
+is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's, unless it
+says that it has not got the files: then the peers have to have all of them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from swarmnode.catalog.chunk_pool import ChunkPool
 from swarmnode.catalog.chunks import header_of
 from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.slices import slice_tensors
-from swarmnode.errors import Conflict, FetchFailed, ProtocolError, SwarmError
-from swarmnode.roles.file_client import COORDINATOR, SHARED_WAIT_S, next_frame
+from swarmnode.errors import Conflict, FetchFailed, InvalidModel, ProtocolError, SwarmError
+from swarmnode.roles.file_client import COORDINATOR, PEER_SILENCE_S, SHARED_WAIT_S, next_frame
 from swarmnode.wire.address import parse_address
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import LinkOptions
@@ -114,6 +115,8 @@ class _SliceFetch:
         """Dialled straight or not at all: by way of the coordinator its own copy is nearer."""
         self._silent = {node for node, _ in self._sources}
         """Peers that have not said yet what they have."""
+        self._helping: set[NodeId] = set()
+        """Peers that are being asked."""
         self._changed = trio.Event()
         self._came: dict[str, int] = {}
 
@@ -126,7 +129,10 @@ class _SliceFetch:
         async with self._context.roads.to_coordinator("files", options) as dialed:
             if missing is None:
                 self._expect(store, headers)
-                await self._fetch(dialed.up, headers, ())
+                try:
+                    await self._fetch(dialed.up, headers, ())
+                except InvalidModel:
+                    await self._fetch(dialed.up, headers, self._sources)
                 missing = self._missing()
             self._expect(store, missing)
             await self._fetch(dialed.up, missing, self._sources)
@@ -155,11 +161,17 @@ class _SliceFetch:
         self._pool = ChunkPool(missing, self._lists, _turn(self._context.identity.node))
         async with open_flat_nursery() as nursery:
             for node, address in sources if not self._pool.over else ():
+                self._helping.add(node)
                 nursery.start_soon(self._from_peer, node, address)
             with trio.move_on_after(FIRST_ANSWERS_S):
                 while sources and self._silent and not self._pool.over:
                     await self._changed.wait()
-            await self._from_coordinator(coordinator)
+            try:
+                await self._from_coordinator(coordinator)
+            except InvalidModel:  # it followed the one that had them
+                await self._from_peers_alone()
+                if not self._pool.over:
+                    raise
             nursery.cancel_scope.cancel()
 
     async def _from_coordinator(self, channel: Channel) -> None:
@@ -174,6 +186,17 @@ class _SliceFetch:
                 await self._changed.wait()
             waited = patience.cancelled_caught
             self._progress.add(0)
+
+    async def _from_peers_alone(self) -> None:
+        """Until all is here, or for a while none of them has had any of the rest."""
+        while self._helping and not self._pool.over:
+            with trio.move_on_after(PEER_SILENCE_S) as silence:
+                while self._helping and not self._pool.over and not self._pool.promising:
+                    await self._changed.wait()
+            if silence.cancelled_caught:
+                return
+            if not self._pool.over:
+                await self._changed.wait()  # every peer's batch and question has its own deadline
 
     async def _from_peer(self, node: NodeId, address: str) -> None:
         """Ask a peer for what it has until all is here; one that fails is left out and named in the log."""
@@ -191,6 +214,7 @@ class _SliceFetch:
         except (SwarmError, trio.TooSlowError) as error:
             _log.info("%s: nothing more is fetched from %s: %s", self._spec.model, node[:8], error or "it is too slow")
         finally:
+            self._helping.discard(node)
             self._pool.drop(node)
             self._heard(node)
 

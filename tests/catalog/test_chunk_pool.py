@@ -86,3 +86,18 @@ def test_everything_arrives_once_whatever_the_peers_do(seed: int, count: int, pe
             alive.remove(source)
     assert pool.over
     assert sorted(came) == [(file, index) for file in wanted for index in wanted[file]]
+
+
+def test_what_is_left_is_promising_while_a_peer_has_some_of_it_or_it_is_under_way() -> None:
+    pool = ChunkPool({0: [0, 1]}, [chunk_list(2)])
+    assert not pool.promising
+    pool.offer("den", {0: b"\1\0"})
+    assert pool.promising
+    batch = pool.take("den")
+    assert batch is not None
+    pool.drop("den")
+    assert pool.promising, "it is under way"
+    pool.done(0, 0)
+    assert not pool.promising, "nobody has the other one"
+    pool.offer("attic", {0: b"\0\1"})
+    assert pool.promising

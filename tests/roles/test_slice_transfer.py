@@ -24,7 +24,7 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.catalog.store import ShardStore
 from swarmnode.config import read_settings
-from swarmnode.errors import FetchFailed, LinkBroken, NoSpace
+from swarmnode.errors import FetchFailed, InvalidModel, LinkBroken, NoSpace
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import file_client, slice_client
 from swarmnode.roles.fetching import fetch_files
@@ -469,4 +469,40 @@ async def test_a_share_is_named_by_digests_and_within_the_file(swarm: Swarm, wro
             await channel.send(Frame("fetch", {**right, **wrong}))
             answer = await channel.receive()
             assert (answer.kind, answer.header["code"]) == ("error", "invalid_request")
+        nursery.cancel_scope.cancel()
+
+
+def lose_the_coordinators_disk(swarm: Swarm, folder: Path) -> None:
+    """Another node coordinates, which knows the model by the swarm's document alone."""
+    manifest = swarm.registry.get("tiny")
+    swarm.registry = Registry(folder / "another machine", lambda: {manifest.id: manifest})
+
+
+async def test_without_the_coordinators_files_peers_give_all_they_have_between_them(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic", "den")
+        await swarm.fetch("attic", 0, 2)
+        await swarm.fetch("den", 2, 4)
+        lose_the_coordinators_disk(swarm, tmp_path)
+        with trio.fail_after(10):
+            swarm.check(await swarm.fetch("loft", 1, 3, "attic", "den"), 1, 3)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("had", "missing"), [((0, 2), "not on this machine"), (None, "neither the coordinator nor a peer")]
+)
+async def test_what_nobody_has_is_said_in_time(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: tuple[int, int] | None, missing: str
+) -> None:
+    monkeypatch.setattr(slice_client, "PEER_SILENCE_S", 0.5)
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic")
+        if had is not None:
+            await swarm.fetch("attic", *had)
+        lose_the_coordinators_disk(swarm, tmp_path)
+        with trio.fail_after(10), pytest.raises(InvalidModel, match=missing):
+            await swarm.fetch("loft", 1, 3, "attic")
         nursery.cancel_scope.cancel()
