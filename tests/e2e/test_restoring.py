@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from local_swarms import REPLY, Swarm, alive, descendants, start_swarm, swarmnode, wait_until
+from local_swarms import REPLY, Swarm, alive, descendants, process_state, start_swarm, swarmnode, wait_until
 
+from swarmnode.cluster.membership import DEAD_S
 from swarmnode.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -137,14 +138,13 @@ def test_loads_and_unloads_while_it_is_loaded_again(swarms: Callable[[int], Swar
         wait_until(lambda: loads_again(swarm, workers), "it is being loaded again")
 
     lose_and_catch_it_loading()
+    assert swarm.unload(MODEL)["state"] == "available"
+    assert not [child for pid in nodes for child in descendants(pid)], "the load is given up, and nothing of it is left"
+    swarm.load(MODEL)
+    lose_and_catch_it_loading()
     assert swarm.load(MODEL)["state"] == "ready", "whoever asks for it now waits for that load"
     assert swarm.ask(MODEL) == REPLY
     assert sum(len(descendants(pid)) for pid in nodes) == 2
-    lose_and_catch_it_loading()
-    assert swarm.unload(MODEL)["state"] == "available"
-    assert not [child for pid in nodes for child in descendants(pid)], "the load is given up, and nothing of it is left"
-    assert swarm.load(MODEL)["state"] == "ready"
-    assert swarm.ask(MODEL) == REPLY
 
 
 def loads_again(swarm: Swarm, without: dict[str, int]) -> bool:
@@ -186,4 +186,26 @@ def test_a_coordinator_that_returns_while_a_ring_waits_goes_on_waiting(swarms: C
     swarm.local.start_peers(gone)
     wait_until(lambda: serves(swarm, workers), "the ring is loaded again", AGAIN_S)
     assert placed(swarm.status(MODEL)) == placed(before)
+    assert swarm.ask(MODEL) == REPLY
+
+
+@pytest.mark.soak
+def test_a_peer_that_stood_still_for_long_gives_its_old_stage_back(swarms: Callable[[int], Swarm]) -> None:
+    """SIGSTOP of a node, as a laptop's lid: it is dead for the others, and knows nothing of it when it goes on."""
+    swarm = swarms(3)
+    before = swarm.load(MODEL)
+    workers = swarm.worker_pids(MODEL)
+    stayed, away = placed(before)
+    node = swarm.local.peers[away].process
+    node.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: process_state(node.pid) == "T", "it is stopped")
+        wait_until(lambda: serves(swarm, workers), "the ring is loaded again", AGAIN_S + DEAD_S)
+        assert placed(swarm.status(MODEL))[0] == stayed
+        assert alive(workers[away]), "nobody can ask it meanwhile"
+    finally:
+        node.send_signal(signal.SIGCONT)
+    wait_until(lambda: not alive(workers[away]), "its stage is nobody's any more")
+    wait_until(lambda: len(swarm.client.get("/api/v1/nodes")["peers"]) == 3, "it is back")
+    assert away not in placed(swarm.status(MODEL))
     assert swarm.ask(MODEL) == REPLY
