@@ -16,18 +16,18 @@ from starlette.middleware import Middleware
 
 from swarmnode.api.exchange import ExchangeMiddleware
 from swarmnode.api.limits import DEFAULT_LIMITS
-from swarmnode.api.middleware import ContentMiddleware, ErrorMiddleware, RequestIdMiddleware
+from swarmnode.api.middleware import ErrorMiddleware, RequestIdMiddleware
 from swarmnode.api.server import open_api_listeners, serve_api
 from swarmnode.errors import LinkBroken
 from swarmnode.roles import polling as polling_module
 from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
-from swarmnode.roles.polling_routes import polling_router
+from swarmnode.roles.polling_routes import PollingMiddleware
 from swarmnode.wire import polled
 from swarmnode.wire.address import Address
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.poll_signature import sign
+from swarmnode.wire.poll_signature import Signer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,10 +57,9 @@ class Coordinator:
                 Middleware(ExchangeMiddleware, limits=DEFAULT_LIMITS),
                 Middleware(RequestIdMiddleware),
                 Middleware(ErrorMiddleware),
-                Middleware(ContentMiddleware),
+                Middleware(PollingMiddleware, links=self.links),
             ]
         )
-        app.include_router(polling_router(self.links))
         listeners = await open_api_listeners("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         async with trio.open_nursery() as nursery:
@@ -180,7 +179,7 @@ async def none_left(coordinator: Coordinator) -> None:
 async def request(coordinator: Coordinator, method: str, target: str, node: Node, body: bytes = b"") -> httpx.Response:
     """One request as a node would sign it."""
     async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
-        headers = sign(node.key, method, target, body, time.time())
+        headers = Signer(node.key).sign(method, target, body, time.time())
         return await client.request(method, target, content=body, headers=headers)
 
 
@@ -216,7 +215,7 @@ async def test_another_node_can_neither_push_into_a_link_nor_empty_it(coordinato
 async def test_only_what_its_node_signed_is_taken(coordinator: Coordinator, spoilt: str) -> None:
     target, body = f"/api/v1/infer/responses/{NAME}?n=0", b"\x16\x03\x01"
     now = time.time() - (400 if spoilt == "clock" else 0)
-    headers = sign(coordinator.peer.key, "POST", target, body, now)
+    headers = Signer(coordinator.peer.key).sign("POST", target, body, now)
     headers.pop(spoilt, None)
     body = b"other" if spoilt == "body" else body
     target = target.replace("n=0", "n=1") if spoilt == "target" else target

@@ -20,7 +20,7 @@ from swarmnode.api.server import open_api_listeners, serve_api
 from swarmnode.errors import LinkBroken
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.polling import PolledLinks
-from swarmnode.roles.polling_routes import polling_router
+from swarmnode.roles.polling_routes import PollingMiddleware
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.roads import Roads
 from swarmnode.wire.address import Address, ApiUrl
@@ -60,9 +60,9 @@ class Neighbourhood:
                 Middleware(ExchangeMiddleware, limits=DEFAULT_LIMITS),
                 Middleware(RequestIdMiddleware),
                 Middleware(ErrorMiddleware),
+                Middleware(PollingMiddleware, links=self.links),
             ]
         )
-        app.include_router(polling_router(self.links))
         listeners = await open_api_listeners("127.0.0.1", 0)
         self.url = ApiUrl(f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}")
         async with trio.open_nursery() as nursery:
