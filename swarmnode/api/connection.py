@@ -49,6 +49,10 @@ MAX_HEADER_BYTES = 1 << 16
 PIECE_BYTES = 1 << 16
 """What must get through within the write deadline: 64 KiB in 30 s is 2 KiB/s, slower than any line in use."""
 REFUSE_HTTP2 = b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+REFUSE_TWO_LENGTHS = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+TWO_LENGTHS = {b"content-length", b"transfer-encoding"}
+"""A request with both ends where either says; a proxy that goes by the other one would take what follows for a request
+of somebody else's (RFC 9112, 6.1)."""
 
 
 def hypercorn_config() -> Config:
@@ -62,6 +66,10 @@ def hypercorn_config() -> Config:
     return config
 
 
+class _TwoLengths(Exception):
+    """A request says twice, and differently, how long it is."""
+
+
 class _PlainProtocol(H11Protocol):
     """HTTP/1.1 and nothing else. The head of an answer waits for its body where one of known length follows: one write,
     one packet, and a client that wakes up once."""
@@ -71,6 +79,8 @@ class _PlainProtocol(H11Protocol):
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.method == b"PRI":
             raise H2ProtocolAssumedError(b"")
+        if {name for name, _ in event.headers} >= TWO_LENGTHS:
+            raise _TwoLengths
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
         try:
@@ -227,6 +237,8 @@ class Connection:
                 await self._protocol.handle(RawData(b""))
             except H2ProtocolAssumedError:
                 await self._write(REFUSE_HTTP2)
+            except _TwoLengths:
+                await self._write(REFUSE_TWO_LENGTHS)
             nursery.cancel_scope.cancel()
         await self._protocol.handle(Closed())
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from swarmnode.ring.work import Engine, Work
 
 STATS_INTERVAL_S = 0.25
-"""Gauges are sent at most this often while sessions are held: those of a lone reply change with every token, and to send
-them then would cost every process on its way more than the token. A worker without sessions sends its last at once."""
+"""Gauges are sent at most this often while sessions are held: those of a lone reply change with every token, and each
+report wakes as many processes as the token does. A worker without sessions sends its last ones at once."""
 
 
 class RingMachine(Protocol):

@@ -144,7 +144,7 @@ class ApiPort:
         coordinator.serve_api = partial(serve_linked, self._server)
         credentials = Credentials(tokens, access.secret)
         backend = Gateway(coordinator)
-        ahead = [Middleware(PollingMiddleware, links=polled)]
+        ahead = [Middleware(PollingMiddleware, links=polled, is_member=lambda node: state.nodes.is_member(node))]
         self._app = create_app(backend, hosts=self._rules, credentials=credentials, ahead=ahead)
         self.warn(enforced=tokens.enforced())
 

@@ -104,9 +104,9 @@ class _Link:
         try:
             while True:
                 answer = await self._pop(client, number)
+                number += 1
                 if answer.status == 204:
                     continue
-                number += 1
                 if not answer.body:
                     self._stream.inward.end()
                     return

@@ -1,6 +1,7 @@
 """Polled links over HTTP: nodes behind tunnels and proxies push their bytes and fetch what comes back (W3).
 
 Open to all as far as API tokens go: a request is signed with its node's key, and its body is TLS between the nodes.
+Whatever its head says is checked before its body is waited for.
 Plain ASGI ahead of the API's routing, which would cost more than all else in the two requests that carry a frame.
 """
 
@@ -15,14 +16,19 @@ from starlette.datastructures import Headers
 
 from swarmnode.api.exchange import exchange_of
 from swarmnode.errors import InvalidRequest, Unauthorized
+from swarmnode.roles.polling import Asker
+from swarmnode.wire.deadlines import PUSH_S
 from swarmnode.wire.poll_signature import check
 from swarmnode.wire.polled import BUNDLE_HEADER, BUNDLES_HEADER, MAX_BODY_BYTES, MAX_BUNDLE_FRAMES, NUMBER_LIMIT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from swarmnode.ids import NodeId
     from swarmnode.roles.polling import PolledLinks
+    from swarmnode.wire.poll_signature import Signed
 
 PATH = re.compile(r"/api/v1/infer/(responses|requests)/([^/]+)")
 METHODS = {"responses": "POST", "requests": "GET"}
@@ -34,9 +40,11 @@ ANSWERED = ((BUNDLES_HEADER.encode(), b"1"), (b"cache-control", b"no-store"), (b
 class PollingMiddleware:
     """`POST /api/v1/infer/responses/{link}?n=…`, `GET /api/v1/infer/requests/{peer}?link=…&n=…`; the rest goes on."""
 
-    def __init__(self, app: ASGIApp, links: PolledLinks) -> None:
+    def __init__(self, app: ASGIApp, links: PolledLinks, is_member: Callable[[NodeId], bool]) -> None:
+        """`is_member` raises JoinRefused for a node that was removed."""
         self._app = app
         self._links = links
+        self._is_member = is_member
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
@@ -48,20 +56,23 @@ class PollingMiddleware:
             await self._pop(found[2], scope, send)
 
     async def _push(self, link: str, scope: Scope, send: Send) -> None:
-        body = await exchange_of(scope).body()
-        headers = Headers(scope=scope)
-        node = _signer(scope, headers, body)
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"a push has {len(body)} bytes; {MAX_BODY_BYTES} are allowed")
+        exchange, headers = exchange_of(scope), Headers(scope=scope)
+        signed = _signed(scope, headers)
         source = scope["client"][0] if scope["client"] else ""
-        number = _number(_query(scope), "n", NUMBER_LIMIT)
-        await self._links.push(node, link, number, _frames(headers), body, source)
+        asker = Asker(signed.node, self._is_member(signed.node), source)
+        number, frames = _number(_query(scope), "n", NUMBER_LIMIT), _frames(headers)
+        self._links.expect_push(asker, link, number)
+        exchange.narrow(MAX_BODY_BYTES, PUSH_S)
+        body = await exchange.body()
+        signed.check_body(body)
+        await self._links.push(asker, link, number, frames, body)
         await _answer(send, 204)
 
     async def _pop(self, peer: str, scope: Scope, send: Send) -> None:
-        node = _signer(scope, Headers(scope=scope), b"")
+        node = _signed(scope, Headers(scope=scope)).node
         if node != peer:
             raise Unauthorized("the request is signed by another node than it asks for")
+        self._is_member(node)
         query = _query(scope)
         number = _number(query, "n", NUMBER_LIMIT)
         with exchange_of(scope).generation():  # whoever hung up takes nothing out of the queue
@@ -81,9 +92,9 @@ async def _answer(send: Send, status: int, body: bytes = b"", frames: int | None
     await send({"type": "http.response.body", "body": body})
 
 
-def _signer(scope: Scope, headers: Headers, body: bytes) -> NodeId:
+def _signed(scope: Scope, headers: Headers) -> Signed:
     target = f"{scope['path']}?{scope['query_string'].decode('latin-1')}"
-    return check(headers, scope["method"], target, body, time.time())
+    return check(headers, scope["method"], target, time.time())
 
 
 def _query(scope: Scope) -> dict[str, str]:

@@ -74,9 +74,9 @@ class KeptConnection:
                 body += event.data
                 if len(body) > self._max_answer_bytes:
                     raise LinkBroken(f"it was answered with more than {self._max_answer_bytes} bytes")
-        if self._http.our_state is self._http.their_state is h11.DONE:
+        if self._http.our_state is self._http.their_state is h11.DONE and not self._http.trailing_data[0]:
             self._http.start_next_cycle()
-        else:
+        else:  # what came behind an answer would be taken for that of the next request
             await self.aclose()
         return Answer(status, bytes(body))
 

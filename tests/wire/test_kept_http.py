@@ -144,6 +144,13 @@ async def test_an_answer_that_is_none_breaks_it(answer: bytes, said: str) -> Non
             await asked(kept)
 
 
+async def test_an_answer_that_nobody_asked_for_is_not_the_next_ones() -> None:
+    server = Server(HELLO + b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad", HELLO)
+    async with server.running() as kept:
+        assert await asked(kept) == await asked(kept) == Answer(200, b"hello")
+    assert server.connections == 2
+
+
 async def test_a_refusal_before_the_body_was_read_is_heard() -> None:
     refusal = b"HTTP/1.1 413 Too Large\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbig"
     async with Server(refusal, reads_body=False).running() as kept:
