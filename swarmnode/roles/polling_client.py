@@ -15,7 +15,7 @@ from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, POLL_ANSWER_S, PUSH_S
 from swarmnode.wire.kept_http import kept_connection
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.poll_signature import Signer
-from swarmnode.wire.polled import BUNDLE_HEADER, MAX_BODY_BYTES, PolledStream
+from swarmnode.wire.polled import BUNDLE_HEADER, MAX_BODY_BYTES, PolledStream, let_on
 
 if TYPE_CHECKING:
     import ssl
@@ -111,6 +111,7 @@ class _Link:
                     self._stream.inward.end()
                     return
                 await self._stream.inward.put(answer.body, 0)
+                await let_on()
         except (trio.TooSlowError, LinkBroken) as error:
             self._fail("poll", error)
 

@@ -19,7 +19,14 @@ from swarmnode.errors import InvalidRequest, Unauthorized
 from swarmnode.roles.polling import Asker
 from swarmnode.wire.deadlines import PUSH_S
 from swarmnode.wire.poll_signature import check
-from swarmnode.wire.polled import BUNDLE_HEADER, BUNDLES_HEADER, MAX_BODY_BYTES, MAX_BUNDLE_FRAMES, NUMBER_LIMIT
+from swarmnode.wire.polled import (
+    BUNDLE_HEADER,
+    BUNDLES_HEADER,
+    MAX_BODY_BYTES,
+    MAX_BUNDLE_FRAMES,
+    NUMBER_LIMIT,
+    let_on,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +73,7 @@ class PollingMiddleware:
         body = await exchange.body()
         signed.check_body(body)
         await self._links.push(asker, link, number, frames, body)
+        await let_on()
         await _answer(send, 204)
 
     async def _pop(self, peer: str, scope: Scope, send: Send) -> None:
