@@ -10,6 +10,7 @@ one leg, a relayed or polled one two legs (to the coordinator, and on from it), 
 
 Per route and distance: the same chat (inter-token latency, TTFT), the same long prompt (TTFT), and the coordinator's
 CPU time per token of the chat, of which a direct ring's row shows how much is the gateway's. Then what one core relays.
+With `--vs-llama-cpp`, the same chat and prompt on two nodes of llama.cpp's RPC behind the same proxy.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.llama_yardstick import add_option, measure_rpc, require_llama, rows_table
 from benchmarks.relay_rate import cpu_s, measure_relay, sentence
 from benchmarks.ring_latency import PROMPT, Proxy
+from swarmnode.catalog.source_wheel import DEMO_SOURCE, unpack_demo_gguf
 from swarmnode.cli.chat_stream import ChatResult, run_chat
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.demo import demo_model
@@ -38,6 +41,8 @@ from swarmnode.wire.routes import DIRECT, POLLED, RELAYED, ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from benchmarks.llama_yardstick import LlamaRow
 
 NOWHERE = "127.0.0.1:9"
 """What a peer advertises that nobody can dial."""
@@ -187,17 +192,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="per stage")
     parser.add_argument("--frames", type=int, default=5000, help="through the relay, to see what one core carries")
+    add_option(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     chosen = parser.parse_args(arguments)
+    if chosen.vs_llama_cpp:
+        require_llama(chosen.vs_llama_cpp)
     asked = Asked(chosen.replies, chosen.tokens, chosen.prompt_words, chosen.dtype, chosen.threads)
     rows = [measure(route, rtt_ms, asked) for route in chosen.routes for rtt_ms in chosen.rtts_ms]
     _show(rows)
     rates = [measure_relay(chosen.frames, 16 << 10, together=together) for together in (True, False)]
     for rate in rates:
         print(sentence(rate))
+    llama = measure_llama(chosen.vs_llama_cpp, chosen.rtts_ms, asked) if chosen.vs_llama_cpp else []
     if chosen.json:
-        parts = {"rows": [asdict(row) for row in rows], "relay": [asdict(rate) for rate in rates]}
-        print(json.dumps({"benchmark": "links", **asdict(asked), **parts}))
+        parts = {"rows": rows, "relay": rates, "llama_cpp": llama}
+        found = {name: [asdict(one) for one in part] for name, part in parts.items()}
+        print(json.dumps({"benchmark": "links", **asdict(asked), **found}))
+
+
+def measure_llama(python: str, rtts_ms: Sequence[float], asked: Asked) -> list[LlamaRow]:
+    with tempfile.TemporaryDirectory() as folder:
+        gguf = unpack_demo_gguf(DEMO_SOURCE, Path(folder), lambda _: None)
+        prompts = (PROMPT, WORD * asked.prompt_words)
+        rows = [measure_rpc(python, gguf, rtt, asked.threads, prompts, asked.replies, asked.tokens) for rtt in rtts_ms]
+    Console().print(rows_table(rows))
+    return rows
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -85,6 +85,12 @@ class Swarm:
         """Pids of the model's stage workers, by peer name."""
         return {stage["peer"]: stage["pid"] for stage in self.status(model)["stages"] if stage["pid"] is not None}
 
+    def swarm_port(self, peer: str) -> tuple[str, int]:
+        """Where it listens for others, whatever it advertises."""
+        ready = next(event for event in self.local.peers[peer].seen if event["event"] == "ready")
+        host, port = ready["swarm"].rsplit(":", 1)
+        return host, int(port)
+
     def quiet(self, model: str) -> bool:
         """No request, session or reservation is left on any stage, and no cached token beyond what is parked."""
         status = self.status(model)

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ READ_BYTES = 64 << 10
 FIFO_BYTES = 256 << 10
 """What a home router's queue holds before its senders must wait."""
 STEP_S = 0.01
+NOWHERE = ("127.0.0.1", 9)
+"""Nobody listens there."""
 CLOSE_S = 5.0
 
 
@@ -78,11 +80,14 @@ class Uplink:
 
 
 class ToxicProxy:
-    """Connections to `target`; `there` and `back` hold the toxics of the two directions."""
+    """Connections to `target`, which may be set later; `there` and `back` hold the toxics of the two directions. While
+    it is `closed`, nothing more is let through."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
+    def __init__(self, target: tuple[str, int] = NOWHERE) -> None:
         self.there, self.back = Direction(), Direction()
+        self.closed = False
         self.connections = 0
+        """That were let through, ever."""
         self.resets = 0
         self.address = ("", 0)
         self.target = target
@@ -91,6 +96,12 @@ class ToxicProxy:
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
         self._thread = threading.Thread(target=trio.run, args=(self._run,), daemon=True)
+
+    @property
+    def place(self) -> str:
+        """What to advertise."""
+        host, port = self.address
+        return f"{host}:{port}"
 
     def start(self) -> None:
         self._thread.start()
@@ -107,6 +118,11 @@ class ToxicProxy:
         if self._token is not None:
             self._token.run_sync_soon(self._reset_all)
 
+    def hang_up(self) -> None:
+        """End all connections that are up, at both ends and in good order."""
+        if self._token is not None:
+            self._token.run_sync_soon(self._end_all)
+
     async def _run(self) -> None:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         self.address = listener.socket.getsockname()[:2]
@@ -121,7 +137,15 @@ class ToxicProxy:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             stream.socket.close()
 
+    def _end_all(self) -> None:
+        for stream in self._streams:
+            with suppress(OSError):  # it has already gone
+                stream.socket.shutdown(socket.SHUT_RDWR)
+
     async def _serve(self, near: trio.SocketStream) -> None:
+        if self.closed:
+            await near.aclose()
+            return
         try:
             far = await trio.open_tcp_stream(*self.target)
         except OSError:
@@ -201,7 +225,7 @@ async def _deliver(
 
 
 @contextmanager
-def toxic_proxy(target: tuple[str, int]) -> Iterator[ToxicProxy]:
+def toxic_proxy(target: tuple[str, int] = NOWHERE) -> Iterator[ToxicProxy]:
     proxy = ToxicProxy(target)
     proxy.start()
     try:

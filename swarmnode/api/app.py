@@ -34,8 +34,6 @@ from swarmnode.cluster.token_book import Scope
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastapi import APIRouter
-
     from swarmnode.api.auth import Credentials
     from swarmnode.api.backend import Backend
     from swarmnode.api.hosts import HostRules
@@ -47,14 +45,15 @@ def create_app(
     limits: ApiLimits = DEFAULT_LIMITS,
     hosts: HostRules | None = None,
     credentials: Credentials | None = None,
-    also: Sequence[APIRouter] = (),
+    ahead: Sequence[Middleware] = (),
 ) -> FastAPI:
     """The application. Hosts and tokens are checked on every request but OPTIONS, before its body is read.
 
-    None of either means no such check: for a port that nobody else can reach. `also`: routes of the node that are
-    none of a `Backend`'s.
+    None of either means no such check: for a port that nobody else can reach. `ahead`: calls of the node that are
+    none of a `Backend`'s and need no token, since they prove by themselves who sends them.
     """
     guards = [Middleware(HostMiddleware, rules=hosts)] if hosts is not None else []
+    guards += ahead
     guards += [Middleware(AuthMiddleware, credentials=credentials)] if credentials is not None else []
     app = FastAPI(
         title="swarmnode",
@@ -82,8 +81,6 @@ def create_app(
     app.include_router(metrics_router(backend))
     if credentials is not None:
         app.include_router(tokens_router(credentials.tokens))
-    for router in also:
-        app.include_router(router)
     _add_plain_routes(app)
     app.add_exception_handler(HTTPException, _routing_error)
     return app

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hypercorn.events import Event
+    from hypercorn.trio.worker_context import WorkerContext
+    from hypercorn.typing import H11SendableEvent
     from starlette.types import ASGIApp
 
     from swarmnode.api.limits import ApiLimits
@@ -47,26 +49,57 @@ MAX_HEADER_BYTES = 1 << 16
 PIECE_BYTES = 1 << 16
 """What must get through within the write deadline: 64 KiB in 30 s is 2 KiB/s, slower than any line in use."""
 REFUSE_HTTP2 = b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+REFUSE_TWO_LENGTHS = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+TWO_LENGTHS = {b"content-length", b"transfer-encoding"}
+"""A request with both ends where either says; a proxy that goes by the other one would take what follows for a request
+of somebody else's (RFC 9112, 6.1)."""
 
 
-def hypercorn_config(limits: ApiLimits) -> Config:
+def hypercorn_config() -> Config:
     config = Config()
     config.accesslog = None
     config.errorlog = log
     config.alpn_protocols = ["http/1.1"]
-    config.keep_alive_timeout = limits.idle_connection_s
     config.keep_alive_max_requests = 1 << 40  # no connection ends by count: a client would see a reset
     config.h11_max_incomplete_size = MAX_HEADER_BYTES
     config.include_server_header = False
     return config
 
 
+class _TwoLengths(Exception):
+    """A request says twice, and differently, how long it is."""
+
+
 class _PlainProtocol(H11Protocol):
-    """HTTP/1.1 and nothing else."""
+    """HTTP/1.1 and nothing else. The head of an answer waits for its body where one of known length follows: one write,
+    one packet, and a client that wakes up once."""
+
+    _head = b""
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if event.method == b"PRI":
             raise H2ProtocolAssumedError(b"")
+        if {name for name, _ in event.headers} >= TWO_LENGTHS:
+            raise _TwoLengths
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        try:
+            data = self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state is not h11.ERROR:
+                raise
+            return
+        if isinstance(event, h11.Response) and _length(event) > 0:
+            self._head = data
+            return
+        head, self._head = self._head, b""
+        if head or data:
+            await self.send(RawData(head + data))
+
+
+def _length(response: h11.Response) -> int:
+    """Bytes of the body that its headers declare; 0 where they do not."""
+    return next((int(value) for name, value in response.headers if name == b"content-length"), 0)
 
 
 Address = tuple[str, int]
@@ -125,7 +158,8 @@ class Connection:
         self._stream: trio.abc.Stream = self._tls or client.stream
         self._limits = limits
         self._writing = trio.Lock()
-        self._idle = TrioSingleTask()
+        self._patience = trio.CancelScope()
+        """Its deadline ends the connection, whoever waits for what."""
         self._waiting: Literal["request", "headers", "nothing"] = "request"
         self._idle_since_s = trio.current_time()
         self._heard_s = self._idle_since_s
@@ -155,7 +189,7 @@ class Connection:
             async with TaskGroup() as self._tasks:
                 self._protocol = self._new_protocol()
                 await self._protocol.initiate()
-                await self._idle.restart(self._tasks, self._idle_timeout)
+                self._wait_at_most(self._limits.idle_connection_s)
                 await self._read()
         except* OSError:
             pass  # the client is gone
@@ -195,16 +229,18 @@ class Connection:
         sink, source = trio.open_memory_channel[bytes](READ_AHEAD)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._receive, sink)
+            nursery.start_soon(self._keep_time)
             try:
                 async for data in source:
-                    await self._begin_request()
+                    self._begin_request()
                     await self._protocol.handle(RawData(data))
                 await self._protocol.handle(RawData(b""))
             except H2ProtocolAssumedError:
                 await self._write(REFUSE_HTTP2)
+            except _TwoLengths:
+                await self._write(REFUSE_TWO_LENGTHS)
             nursery.cancel_scope.cancel()
         await self._protocol.handle(Closed())
-        await self._idle.stop()
 
     async def _receive(self, sink: trio.MemorySendChannel[bytes]) -> None:
         with sink, suppress(trio.ClosedResourceError, trio.BrokenResourceError):
@@ -213,11 +249,11 @@ class Connection:
                 await sink.send(bytes(data))
         await self._protocol.handle(Closed())
 
-    async def _begin_request(self) -> None:
+    def _begin_request(self) -> None:
         """The first bytes of a request give it `header_s` to become one."""
         if self._waiting == "request":
             self._waiting = "headers"
-            await self._idle.restart(self._tasks, self._header_timeout)
+            self._wait_at_most(self._limits.header_s)
 
     async def _send(self, event: Event) -> None:
         if isinstance(event, RawData):
@@ -225,18 +261,28 @@ class Connection:
         elif not isinstance(event, Updated):
             await self._end()
         elif event.idle:
-            await self._wait_for_request()
+            self._wait_for_request()
         else:
             self._waiting = "nothing"
-            await self._idle.stop()
+            self._wait_at_most(math.inf)
 
-    async def _wait_for_request(self) -> None:
+    def _wait_for_request(self) -> None:
         self._waiting = "request"
         self._idle_since_s = trio.current_time()
+        self._wait_at_most(self._limits.idle_connection_s)
         if self._protocol.connection.trailing_data[0]:  # it began while the last one was answered
-            await self._begin_request()
-        else:
-            await self._idle.restart(self._tasks, self._idle_timeout)
+            self._begin_request()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._patience.deadline = trio.current_time() + seconds
+
+    async def _keep_time(self) -> None:
+        """End the connection when patience does, or when the server ends while there is no request."""
+        with self._patience:
+            await self._context.terminated.wait()
+            if self._waiting != "request":
+                await trio.sleep_forever()
+        self.abort()
 
     async def _write(self, data: bytes) -> None:
         """All of `data`, or the connection ends: a part of it would corrupt what follows."""
@@ -275,15 +321,6 @@ class Connection:
                 await self._client.stream.send_eof()
             else:
                 await self._tls.aclose()  # TLS has no half close; its own end mark tells a cut from an end
-
-    async def _idle_timeout(self) -> None:
-        with trio.move_on_after(self._config.keep_alive_timeout):
-            await self._context.terminated.wait()
-        self.abort()
-
-    async def _header_timeout(self) -> None:
-        await trio.sleep(self._limits.header_s)
-        self.abort()
 
 
 def _pieces(data: bytes) -> Sequence[bytes | memoryview]:

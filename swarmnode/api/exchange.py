@@ -7,6 +7,7 @@ notices that a client left, when an application does not receive.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
@@ -47,7 +48,15 @@ class Exchange:
         self._cut_by: SwarmError | None = None
         self.left = trio.Event()
         self.complete = trio.Event()
-        self.too_large = _declared_length(scope) > limits.body_bytes
+        self._declared_bytes = _declared_length(scope)
+        self.too_large = self._declared_bytes > limits.body_bytes
+
+    def narrow(self, body_bytes: int, body_total_s: float) -> None:
+        """Bound this body more closely than the port does. Raises HttpError 413 where it is known to be larger."""
+        self._limits = replace(self._limits, body_bytes=body_bytes, body_total_s=body_total_s)
+        if max(self._declared_bytes, len(self._body)) > body_bytes:
+            self.too_large = True
+            raise self.too_large_error()
 
     @contextmanager
     def generation(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ class ApiServer:
     def __init__(self, app: ASGIApp, limits: ApiLimits = DEFAULT_LIMITS) -> None:
         self._app = app
         self._limits = limits
-        self._config = hypercorn_config(limits)
+        self._config = hypercorn_config()
         self._context = WorkerContext(None)
         self._connections: set[Connection] = set()
         self._none_left = trio.Event()

@@ -46,12 +46,7 @@ class NodeBook:
         `keeper` is the coordinator itself, which is not listed. JoinRefused for a removed node, InvalidRequest for
         what is no name, Conflict for one that is another's, or that reads like another's id.
         """
-        known = self._records.get(node)
-        if known is not None and known.removed_s is not None:
-            raise JoinRefused(
-                f"node {node[:8]} ({known.name}) was removed from this swarm, and its key with it; to join as a new "
-                "node, start it with an empty --data-dir"
-            )
+        self.is_member(node)
         try:
             parse_node_name(name)
         except ValueError as error:
@@ -64,6 +59,16 @@ class NodeBook:
                 raise Conflict(f"another node is already called {name!r}; give --name, or remove that node first")
             if other.called_by_id(name):
                 raise Conflict(f"{name!r} is the beginning of another node's id; give --name")
+
+    def is_member(self, node: NodeId) -> bool:
+        """Whether a certificate was ever made for it. Raises JoinRefused for a removed node."""
+        known = self._records.get(node)
+        if known is not None and known.removed_s is not None:
+            raise JoinRefused(
+                f"node {node[:8]} ({known.name}) was removed from this swarm, and its key with it; to join as a new "
+                "node, start it with an empty --data-dir"
+            )
+        return known is not None
 
     def renamed(self, node: NodeId, name: str, keeper: NodeRecord | None = None) -> bool:
         """Note the name a node goes by now; returns whether that was news. Raises what `check` raises."""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from swarmnode.ring.work import Engine, Work
 
 STATS_INTERVAL_S = 0.25
-"""Gauges are sent at most this often while busy; a worker that falls idle sends its last ones at once."""
+"""Gauges are sent at most this often while sessions are held: those of a lone reply change with every token, and each
+report wakes as many processes as the token does. A worker without sessions sends its last ones at once."""
 
 
 class RingMachine(Protocol):
@@ -81,6 +82,7 @@ class RingLoop:
         self._stats = StepStats(stage)
         self._reported: Mapping[str, int] = {}
         self._reported_s = 0.0
+        self._owes_report = False
 
     def close(self) -> None:
         """End `run` after the work in hand; callable from any thread."""
@@ -92,7 +94,7 @@ class RingLoop:
             work = self._machine.next_work(time.monotonic())
             self._flush()  # a frame that was refused instead of run has freed a session and sent its failure
             if work is None:
-                self._report_gauges(idle=True)
+                self._report_gauges()
                 idle_s = time.monotonic()
                 if not self._take_inputs(wait=True):
                     return
@@ -102,7 +104,7 @@ class RingLoop:
             self._log_stats(work, result)
             self._machine.complete(work, result, time.monotonic())
             self._flush()
-            self._report_gauges(idle=False)
+            self._report_gauges()
             if not self._take_inputs(wait=False):
                 return
 
@@ -125,8 +127,9 @@ class RingLoop:
             return True
 
     def _patience_s(self) -> float | None:
-        deadline = self._machine.next_timer()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        report_s = self._reported_s + STATS_INTERVAL_S if self._owes_report else None
+        due_s = [moment_s for moment_s in (self._machine.next_timer(), report_s) if moment_s is not None]
+        return max(0.0, min(due_s) - time.monotonic()) if due_s else None
 
     def _flush(self) -> None:
         for session in self._machine.freed():
@@ -135,15 +138,12 @@ class RingLoop:
             self._send(envelope)
         self._drain_events()
 
-    def _report_gauges(self, *, idle: bool) -> None:
-        now = time.monotonic()
-        if not idle and now - self._reported_s < STATS_INTERVAL_S:
+    def _report_gauges(self) -> None:
+        now, counts = time.monotonic(), self._machine.snapshot()
+        self._owes_report = counts["sessions"] > 0 and now - self._reported_s < STATS_INTERVAL_S
+        if self._owes_report:
             return
-        gauges = {
-            **self._machine.snapshot(),
-            "kv_tokens": self._engine.kv_tokens(),
-            "kv_bytes": self._engine.kv_bytes(),
-        }
+        gauges = {**counts, "kv_tokens": self._engine.kv_tokens(), "kv_bytes": self._engine.kv_bytes()}
         if gauges != self._reported:
             self._reported, self._reported_s = gauges, now
             self._report(gauges)

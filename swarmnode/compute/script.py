@@ -53,6 +53,8 @@ class Script(_Part):
     """Per row of a group, on top."""
     hidden: int = Field(default=8, ge=MIN_HIDDEN, le=1 << 16)
     """float32 numbers per row between stages: the size of the frames."""
+    noise: bool = False
+    """Fill the rest of a row with noise, which no link can compress, instead of zeros."""
     load_ms: float = Field(default=0, ge=0)
 
     def reply_to(self, prompt: Sequence[int]) -> Reply:

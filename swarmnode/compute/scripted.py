@@ -8,6 +8,7 @@ stage, session or position raises instead of giving a plausible token.
 
 from __future__ import annotations
 
+import random
 import struct
 import time
 from dataclasses import dataclass, field
@@ -177,7 +178,7 @@ class ScriptedEngine:
         return [row[1] for row in _unpack(work.hidden, self._script.hidden)]
 
     def _rows(self, positions: Sequence[int], tokens: Sequence[int]) -> Activation:
-        return _pack(positions, tokens, self._spec.end_layer, self._script.hidden)
+        return _pack(positions, tokens, self._spec.end_layer, self._script)
 
     def _check(self, arrived: Activation | None, positions: Sequence[int], tokens: Sequence[int]) -> None:
         spec = self._spec
@@ -213,13 +214,13 @@ def _checksum(position: int, token: int, depth: int) -> int:
     return (position * 31 + token * 7 + depth * 1009 + 1) % _MODULUS
 
 
-def _pack(positions: Sequence[int], tokens: Sequence[int], depth: int, hidden: int) -> Activation:
-    filler = bytes(4 * (hidden - 4))
+def _pack(positions: Sequence[int], tokens: Sequence[int], depth: int, script: Script) -> Activation:
+    rest = random.Random(depth).randbytes if script.noise else bytes
     data = b"".join(
-        struct.pack("<4f", position, token, depth, _checksum(position, token, depth)) + filler
+        struct.pack("<4f", position, token, depth, _checksum(position, token, depth)) + rest(4 * (script.hidden - 4))
         for position, token in zip(positions, tokens, strict=True)
     )
-    return Activation("float32", (len(positions), hidden), data)
+    return Activation("float32", (len(positions), script.hidden), data)
 
 
 def _unpack(activation: Activation, hidden: int) -> list[tuple[int, int, int]]:

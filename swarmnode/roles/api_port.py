@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from starlette.middleware import Middleware
+
 from swarmnode.api.app import create_app
 from swarmnode.api.auth import Credentials
 from swarmnode.api.connection import Client
@@ -17,7 +19,7 @@ from swarmnode.local_access import forget_local_access, make_local_access, write
 from swarmnode.roles.forwarder import Forwarder
 from swarmnode.roles.gateway import Gateway
 from swarmnode.roles.http_channel import ChannelStream
-from swarmnode.roles.polling_routes import polling_router
+from swarmnode.roles.polling_routes import PollingMiddleware
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire.address import Address, is_loopback
 
@@ -142,7 +144,8 @@ class ApiPort:
         coordinator.serve_api = partial(serve_linked, self._server)
         credentials = Credentials(tokens, access.secret)
         backend = Gateway(coordinator)
-        self._app = create_app(backend, hosts=self._rules, credentials=credentials, also=[polling_router(polled)])
+        ahead = [Middleware(PollingMiddleware, links=polled, is_member=lambda node: state.nodes.is_member(node))]
+        self._app = create_app(backend, hosts=self._rules, credentials=credentials, ahead=ahead)
         self.warn(enforced=tokens.enforced())
 
     def warn(self, *, enforced: bool) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import Gone, InvalidRequest, LinkBroken, Overloaded, ProtocolError
+from swarmnode.errors import Gone, InvalidRequest, LinkBroken, Overloaded, Unauthorized
+from swarmnode.wire.deadlines import JOIN_S
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.poll_signature import MAX_SKEW_S
 from swarmnode.wire.polled import POLL_S, PolledStream
 
 if TYPE_CHECKING:
@@ -20,28 +23,54 @@ if TYPE_CHECKING:
 MAX_LINKS = 512
 MAX_LINKS_PER_NODE = 32
 """Control, requests, files, api, and three lanes of some rings."""
+MAX_STRANGER_LINKS = 32
+"""Of those: nodes that are no members yet, and come to join. Anybody can make a key and sign with it."""
+MAX_KEPT_NAMES = 8192
+"""Of links that are over; see `PolledLinks._over`. Members open some a minute when their ways are bad."""
 SILENCE_S = 3 * POLL_S
 """A node that neither pushed nor polled for so long is gone, or its way is."""
 LINK_NAME = re.compile(r"[0-9a-f]{32}")
 
 
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who signed a request, whether it is in the swarm, and the address it came from."""
+
+    node: NodeId
+    member: bool
+    source: str
+
+
 @dataclass(slots=True)
 class _Polled:
     node: NodeId
+    member: bool
     stream: PolledStream = field(default_factory=PolledStream)
     pushes: int = 0
     pops: int = 0
     heard_s: float = field(default_factory=trio.current_time)
     popping: bool = False
 
+    def check_number(self, what: str, number: int, expected: int) -> None:
+        """One that was taken already changes nothing: somebody else may have sent it again. Raises Unauthorized for
+        that, Gone for one that leaves a gap, which is the end of the link."""
+        if number < expected:
+            raise Unauthorized(f"{what} {number} of this link was taken already; a signed request counts once")
+        if number > expected:
+            self.stream.fail(f"{what} {number} came where {expected} was expected")
+            raise Gone(f"a {what} was lost; the link is over")
+
 
 class PolledLinks:
     """`run` it; `push` and `pop` serve the requests. A first push opens its link, which `serve` gets as a stream."""
 
-    def __init__(self, serve: Callable[[trio.abc.Stream, str], Awaitable[None]]) -> None:
-        """`serve(stream, source)` treats the stream as an accepted connection, to its end."""
+    def __init__(self, serve: Callable[[trio.abc.Stream, str, str], Awaitable[None]]) -> None:
+        """`serve(stream, source, signer)` treats the stream as an accepted connection, to its end; see
+        `DirectTransport.accept`."""
         self._serve = serve
         self._links: dict[str, _Polled] = {}
+        self._over: OrderedDict[str, float] = OrderedDict()
+        """Since when links of these names are over, for as long as what opened them could be sent again."""
         self._nursery: trio.Nursery | None = None
 
     @property
@@ -57,12 +86,21 @@ class PolledLinks:
                 await trio.sleep(POLL_S)
                 self._end_silent()
 
-    async def push(self, node: NodeId, name: str, number: int, frames: int, body: bytes, source: str) -> None:
-        """Take one body. Raises Gone once the link is over: whoever forwards stops."""
-        link = self._find(node, name) if number else self._open(node, name, source)
-        if number != link.pushes:
-            link.stream.fail(f"push {number} came where {link.pushes} was expected")
-            raise Gone("a push was lost or came twice; the link is over")
+    def expect_push(self, asker: Asker, name: str, number: int) -> None:
+        """Raise what `push` would, before the body is waited for."""
+        link = self._links.get(name)
+        if link is not None and link.node == asker.node:
+            link.check_number("push", number, link.pushes)
+        elif number or link is not None:
+            raise Gone("there is no such link of this node (any more)")
+        else:
+            self._check_opening(asker, name)
+
+    async def push(self, asker: Asker, name: str, number: int, frames: int, body: bytes) -> None:
+        """Take one body. Raises Gone once the link is over: whoever forwards stops; Unauthorized for one that came
+        before."""
+        self.expect_push(asker, name, number)
+        link = self._links.get(name) or self._open(asker, name)
         link.pushes += 1
         link.heard_s = trio.current_time()
         if not body:
@@ -75,51 +113,59 @@ class PolledLinks:
             raise Gone(f"the link is over: {error.message}") from None
 
     async def pop(self, node: NodeId, name: str, number: int) -> tuple[bytes, int] | None:
-        """Wait for what goes to the node; None: nothing yet, b"": the end. Raises Gone once the link is over."""
-        link = self._find(node, name)
-        if number != link.pops or link.popping:
-            link.stream.fail(f"pop {number} came where {link.pops} was expected")
-            raise Gone("an answer was lost; the link is over")
+        """Wait for what goes to the node; None: nothing yet, b"": the end. Raises as `push` does."""
+        link = self._links.get(name)
+        if link is None or link.node != node:
+            raise Gone("there is no such link of this node (any more)")
+        link.check_number("poll", number, link.pops)
+        if link.popping:
+            link.stream.fail("it was polled twice at once")
+            raise Gone("another poll waits; the link is over")
+        link.pops += 1
         link.popping, link.heard_s = True, trio.current_time()
         try:
             with trio.move_on_after(POLL_S):
-                taken = await link.stream.outward.take()
-                link.pops += 1
-                return taken
+                return await link.stream.outward.take()
             return None
         except LinkBroken as error:
             raise Gone(f"the link is over: {error.message}") from None
         finally:
             link.popping = False
 
-    def _find(self, node: NodeId, name: str) -> _Polled:
-        link = self._links.get(name)
-        if link is None or link.node != node:
-            raise Gone("there is no such link of this node (any more)")
-        return link
-
-    def _open(self, node: NodeId, name: str, source: str) -> _Polled:
+    def _check_opening(self, asker: Asker, name: str) -> None:
         if self._nursery is None:
             raise LinkBroken("this node takes no polled links now")
         if not LINK_NAME.fullmatch(name):
             raise InvalidRequest("a link's name is 32 lower-case hex digits")
-        if name in self._links:
-            raise ProtocolError("a link of this name is open already")
-        of_node = sum(link.node == node for link in self._links.values())
+        if name in self._over:
+            raise Unauthorized("a link of this name is over; a signed request counts once")
+        of_node = sum(link.node == asker.node for link in self._links.values())
         if len(self._links) >= MAX_LINKS or of_node >= MAX_LINKS_PER_NODE:
             raise Overloaded(f"{of_node} polled links of this node are open, {len(self._links)} in all, and no more")
-        link = self._links[name] = _Polled(node)
-        self._nursery.start_soon(self._hold, name, link, source)
+        strangers = sum(not link.member for link in self._links.values())
+        if not asker.member and strangers >= MAX_STRANGER_LINKS:
+            raise Overloaded(f"{strangers} nodes are joining over polled links at once, and no more; try again soon")
+
+    def _open(self, asker: Asker, name: str) -> _Polled:
+        assert self._nursery is not None
+        link = self._links[name] = _Polled(asker.node, asker.member)
+        self._nursery.start_soon(self._hold, name, link, asker)
         return link
 
-    async def _hold(self, name: str, link: _Polled, source: str) -> None:
+    async def _hold(self, name: str, link: _Polled, asker: Asker) -> None:
         try:
-            await self._serve(link.stream, source)
+            await self._serve(link.stream, asker.source, asker.node if asker.member else "")
         finally:
-            with trio.move_on_after(POLL_S):  # what was said last is still fetched
+            with trio.move_on_after(POLL_S if asker.member else JOIN_S):  # what was said last is still fetched
                 await self._emptied(link)
             link.stream.fail("the link has ended")
             del self._links[name]
+            self._keep_name(name, trio.current_time())
+
+    def _keep_name(self, name: str, now: float) -> None:
+        self._over[name] = now
+        while len(self._over) > MAX_KEPT_NAMES or next(iter(self._over.values())) < now - 2 * MAX_SKEW_S:
+            self._over.popitem(last=False)
 
     async def _emptied(self, link: _Polled) -> None:
         while link.stream.outward.queued:

@@ -112,16 +112,17 @@ class DirectTransport:
             return nullcontext()
         return self.tls.until_revoked(secured.peer.node)
 
-    async def accept(self, stream: trio.abc.Stream, source: str) -> None:
+    async def accept(self, stream: trio.abc.Stream, source: str, signer: str = "") -> None:
         """Serve one stream, by whatever way it came, as the listener's: the one place where TLS is put around it, and
-        where what its other end may do is decided."""
+        where what its other end may do is decided. `signer`: the member that signed what brought it, which then counts
+        for itself and not for its source: behind a tunnel all have the same."""
         if self._server is None:
             raise LinkBroken("this node does not listen yet")
         server, crowds = self._server, self._crowds
         if self.tls is None:
             await server.serve(stream)
             return
-        home = home_of(source)
+        home = signer or home_of(source)
         try:
             crowds.strikes.count(home, trio.current_time())
             with crowds.shaking.place(home):

@@ -35,6 +35,18 @@ POLL_S = 25.0
 """How long a GET is held without news: proxies cut what is silent for 60 s, some for 30."""
 
 
+STEPS_ON = 8
+"""Turns that what came needs: the link's reader, the relay or the tunnel in it, that one's reader or writer, the poll
+or the lane that waits for it, and the layers of that one's answer."""
+
+
+async def let_on() -> None:
+    """Let what was just handed on get through this node before the next request or answer is made: that costs as much
+    time as the whole way, and nobody waits for it so much."""
+    for _ in range(STEPS_ON):
+        await trio.lowlevel.checkpoint()
+
+
 class ByteWay:
     """One direction: parts with the frames they hold, in order, until it has ended or broke."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from cutting_proxy import CuttingProxy
 from local_swarms import REPLY, Swarm, alive, start_swarm, wait_until
+from toxics import ToxicProxy, toxic_proxy
 
 from swarmnode.roles.lane_ends import LATE_S, RESUME_S
 
@@ -27,24 +28,18 @@ LONG = "abcdefghij" * 400
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory, models_root: Path) -> Iterator[tuple[Swarm, list[CuttingProxy]]]:
+def ring(tmp_path_factory: pytest.TempPathFactory, models_root: Path) -> Iterator[tuple[Swarm, list[ToxicProxy]]]:
     """Two peers that dial each other through proxies, with a model over both."""
-    proxies = [CuttingProxy(), CuttingProxy()]
     folder, straight = tmp_path_factory.mktemp("relinking"), {"SWARM_LINK_ROUTES": "direct"}
-    swarm = start_swarm(folder, models_root, peers=0, environment=straight)
-    try:
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(toxic_proxy()) for _ in range(2)]
+        swarm = stack.enter_context(closing(start_swarm(folder, models_root, peers=0, environment=straight)))
         for name, proxy in zip(("one", "two"), proxies, strict=True):
-            swarm.local.start_peers(name, extra=("--advertise", proxy.address))
-            ready = next(event for event in swarm.local.peers[name].seen if event["event"] == "ready")
-            host, port = ready["swarm"].rsplit(":", 1)
-            proxy.target = (host, int(port))
+            swarm.local.start_peers(name, extra=("--advertise", proxy.place))
+            proxy.target = swarm.swarm_port(name)
         swarm.load(MODEL, peers=["one", "two"])
-        assert proxies[1].carried == 2, "lanes act and pre"
+        assert proxies[1].connections == 2, "lanes act and pre"
         yield swarm, proxies
-    finally:
-        swarm.close()
-        for proxy in proxies:
-            proxy.close()
 
 
 def answered_again(swarm: Swarm) -> None:
@@ -76,30 +71,30 @@ def long_reply(swarm: Swarm, tokens: int) -> openai.Stream[Any]:
     return stream
 
 
-def down(proxies: list[CuttingProxy], side: int, seconds: float) -> None:
+def down(proxies: list[ToxicProxy], side: int, seconds: float) -> None:
     """Cut what runs, and let nothing through for a while."""
     proxies[side].closed = True
-    proxies[side].cut()
+    proxies[side].hang_up()
     threading.Timer(seconds, setattr, (proxies[side], "closed", False)).start()
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["answers", "steps and prompts"])
 def test_a_link_that_drops_for_a_moment_is_resumed_and_the_reply_goes_on(
-    ring: tuple[Swarm, list[CuttingProxy]], side: int
+    ring: tuple[Swarm, list[ToxicProxy]], side: int
 ) -> None:
     swarm, proxies = ring
-    stream, text, carried = long_reply(swarm, 300), "", proxies[side].carried
+    stream, text, carried = long_reply(swarm, 300), "", proxies[side].connections
     for number, chunk in enumerate(stream):
         text += chunk.choices[0].delta.content or "" if chunk.choices else ""
         if number in (5, 40):
             down(proxies, side, 0.3)
     assert text == LONG[:300]
-    assert proxies[side].carried > carried, "it was cut"
+    assert proxies[side].connections > carried, "it was cut"
     assert swarm.status(MODEL)["state"] == "ready"
 
 
 def test_a_line_that_stays_down_ends_the_reply_and_the_ring_is_linked_anew(
-    ring: tuple[Swarm, list[CuttingProxy]],
+    ring: tuple[Swarm, list[ToxicProxy]],
 ) -> None:
     swarm, proxies = ring
     workers = swarm.worker_pids(MODEL)
@@ -119,7 +114,7 @@ def test_a_line_that_stays_down_ends_the_reply_and_the_ring_is_linked_anew(
     wait_until(lambda: swarm.quiet(MODEL), "nothing of the lost reply is held")
 
 
-def test_a_line_that_goes_down_while_nothing_runs(ring: tuple[Swarm, list[CuttingProxy]]) -> None:
+def test_a_line_that_goes_down_while_nothing_runs(ring: tuple[Swarm, list[ToxicProxy]]) -> None:
     swarm, proxies = ring
     workers = swarm.worker_pids(MODEL)
     down(proxies, 0, DOWN_S)

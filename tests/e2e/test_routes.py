@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 from buffering_proxy import BufferingProxy, buffering_proxy
-from cutting_proxy import CuttingProxy
 from local_swarms import REPLY, Swarm, start_swarm, wait_until
+from toxics import ToxicProxy, toxic_proxy
 
 from swarmnode.cli.local_swarm import NodeProcess
 from swarmnode.cluster.join_token import parse_join_token
@@ -41,16 +41,15 @@ class Ring:
     """Stage 0 on `den`, which knows of the coordinator only its API port behind a buffering proxy; stage 1 on `attic`,
     which all can dial at one of two addresses, a proxy that the test cuts; stage 2 on `cellar`, which nobody can."""
 
-    def __init__(self, swarm: Swarm, cutting: CuttingProxy, buffering: BufferingProxy) -> None:
+    def __init__(self, swarm: Swarm, cutting: ToxicProxy, buffering: BufferingProxy) -> None:
         self.swarm = swarm
         self.cutting = cutting
         self.buffering = buffering
 
     def start(self) -> None:
         local = self.swarm.local
-        local.start_peers("attic", extra=("--advertise", self.cutting.address, "--advertise", NOWHERE))
-        host, port = local.peers["attic"].seen[-2]["swarm"].rsplit(":", 1)
-        self.cutting.target = (host, int(port))
+        local.start_peers("attic", extra=("--advertise", self.cutting.place, "--advertise", NOWHERE))
+        self.cutting.target = self.swarm.swarm_port("attic")
         local.start_peers("cellar", extra=("--advertise", NOWHERE))
         self._start_den()
         self.swarm.load(MODEL, peers=["den", "attic", "cellar"])
@@ -89,7 +88,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory, models_root: Path) -> Iterato
     with ExitStack() as stack:
         swarm = start_swarm(tmp_path_factory.mktemp("routes"), models_root, peers=0)
         stack.callback(swarm.close)
-        cutting = stack.enter_context(closing(CuttingProxy()))
+        cutting = stack.enter_context(toxic_proxy())
         made = Ring(swarm, cutting, stack.enter_context(buffering_proxy(swarm.local.api)))
         made.start()
         yield made
@@ -117,21 +116,21 @@ def test_every_hop_takes_the_best_route_there_is(ring: Ring) -> None:
 def test_many_clients_that_leave_and_links_that_drop(ring: Ring) -> None:
     """Tokens stay right, and nothing is held afterwards: no session, no tunnel, no polled link but the ring's own."""
     wait_until(lambda: ring.nodes()["carried"] == ring.needs(), "what loading needed is gone")
-    carried, wrong, over = ring.cutting.carried, list[str](), threading.Event()
+    carried, wrong, over = ring.cutting.connections, list[str](), threading.Event()
     clients = [threading.Thread(target=be_a_client, args=(ring.swarm, SEED + n, wrong, over)) for n in range(CLIENTS)]
     for client in clients:
         client.start()
     for away_s in CUTS:
         time.sleep(0.7)
         ring.cutting.closed = away_s > 0
-        ring.cutting.cut()
+        ring.cutting.hang_up()
         time.sleep(away_s)
         ring.cutting.closed = False
     over.set()
     for client in clients:
         client.join()
     assert wrong == []
-    assert ring.cutting.carried > carried, "the links were made again"
+    assert ring.cutting.connections > carried, "the links were made again"
     wait_until(lambda: ring.swarm.quiet(MODEL), "nothing is held on any stage")
     wait_until(lambda: ring.nodes()["carried"] == ring.needs(), "the links are those of the idle ring")
     assert ring.swarm.status(MODEL)["state"] == "ready"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import pytest
 from ring_world import EOS, GREEDY, WatchedEngine, head_config, stage_spec
 
-from swarmnode.compute.ring_loop import RingLoop
+from swarmnode.compute.ring_loop import STATS_INTERVAL_S, RingLoop
 from swarmnode.compute.script import Script
 from swarmnode.ids import RequestId, SessionId
 from swarmnode.ring.head import Head
@@ -92,3 +93,22 @@ def test_a_cancel_is_taken_between_two_steps(head: RunningLoop) -> None:
     head.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 4000, GREEDY))
     head.loop.inbox.put(Cancel(RequestId("q")))
     assert isinstance(events_to_the_end(head)[-1], Finished)
+
+
+def test_gauges_of_a_long_reply_come_at_intervals_and_not_with_every_token() -> None:
+    script = Script(default=(5,) * 400)
+    with RunningLoop(Head(head_config(1)), WatchedEngine(script, stage_spec(0, 1))) as head:
+        began_s = time.monotonic()
+        head.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 400, GREEDY))
+        tokens = sum(isinstance(event, Sampled) for event in events_to_the_end(head))
+        intervals = (time.monotonic() - began_s) / STATS_INTERVAL_S
+    assert tokens == 400
+    assert head.gauges.qsize() <= 3 + intervals, "the first, one an interval, the last"
+
+
+def test_gauges_that_were_held_back_come_though_nothing_else_happens(stage: RunningLoop) -> None:
+    for session in (3, 4):
+        group = Group((Row(SessionId(session), 0, 0),), Activation("float32", (1, 8), bytes(32)))
+        stage.loop.inbox.put(Envelope("act", group))
+    while stage.gauges.get(timeout=PATIENCE_S)["sessions"] < 2:
+        pass

@@ -11,29 +11,28 @@ import pytest
 import trio
 from buffering_proxy import IDLE_S, BufferingProxy
 from credentials import Node, Swarm
-from fastapi import FastAPI
-from starlette.middleware import Middleware
+from polling_port import start_polling_port
 
-from swarmnode.api.exchange import ExchangeMiddleware
-from swarmnode.api.limits import DEFAULT_LIMITS
-from swarmnode.api.middleware import ContentMiddleware, ErrorMiddleware, RequestIdMiddleware
-from swarmnode.api.server import open_api_listeners, serve_api
+from swarmnode.cluster.node_book import NodeBook
 from swarmnode.errors import LinkBroken
 from swarmnode.roles import polling as polling_module
 from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
-from swarmnode.roles.polling_routes import polling_router
 from swarmnode.wire import polled
 from swarmnode.wire.address import Address
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.poll_signature import sign
+from swarmnode.wire.poll_signature import Signer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from swarmnode.wire.link import Channel, Hello
+
+
+FAR_S = 4e9
+"""When no certificate here expires yet."""
 
 
 class Coordinator:
@@ -48,25 +47,16 @@ class Coordinator:
         )
         self.transport = DirectTransport(self.node.tls(enrolment=True))
         self.links = PolledLinks(self.transport.accept)
+        self.nodes = NodeBook()
+        for name, node in (("attic", self.peer), ("cellar", self.other)):
+            self.nodes.issued(node.node, name, FAR_S)
         self.url = ""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[trio.Nursery]:
-        app = FastAPI(
-            middleware=[
-                Middleware(ExchangeMiddleware, limits=DEFAULT_LIMITS),
-                Middleware(RequestIdMiddleware),
-                Middleware(ErrorMiddleware),
-                Middleware(ContentMiddleware),
-            ]
-        )
-        app.include_router(polling_router(self.links))
-        listeners = await open_api_listeners("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         async with trio.open_nursery() as nursery:
             await nursery.start(self.transport.listen, Address("127.0.0.1", 0), echo, self.node.identity)
-            await nursery.start(self.links.run)
-            await nursery.start(serve_api, app, listeners)
+            self.url = await start_polling_port(nursery, self.links, self.nodes)
             yield nursery
             nursery.cancel_scope.cancel()
 
@@ -180,22 +170,62 @@ async def none_left(coordinator: Coordinator) -> None:
 async def request(coordinator: Coordinator, method: str, target: str, node: Node, body: bytes = b"") -> httpx.Response:
     """One request as a node would sign it."""
     async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
-        headers = sign(node.key, method, target, body, time.time())
+        headers = Signer(node.key).sign(method, target, body, time.time())
         return await client.request(method, target, content=body, headers=headers)
 
 
 NAME = "0123456789abcdef" * 2
+HELLO = b"\x16\x03\x01"
 
 
-async def test_a_push_that_comes_twice_breaks_the_link_and_is_not_run_again(coordinator: Coordinator) -> None:
-    target = f"/api/v1/infer/responses/{NAME}?n=0"
+async def opened(coordinator: Coordinator, name: str = NAME) -> int:
+    """The status of a first push, which holds the beginning of a TLS handshake."""
+    target = f"/api/v1/infer/responses/{name}?n=0"
+    return (await request(coordinator, "POST", target, coordinator.peer, HELLO)).status_code
+
+
+async def test_what_is_sent_again_is_refused_and_changes_nothing(coordinator: Coordinator) -> None:
+    """Whoever saw a request on its way may send it again within its minutes; the link goes on."""
     async with coordinator.running():
-        assert (await request(coordinator, "POST", target, coordinator.peer, b"\x16\x03\x01")).status_code == 204
-        again = await request(coordinator, "POST", target, coordinator.peer, b"\x16\x03\x01")
-        assert again.status_code == 502
-        lost = await request(coordinator, "POST", target.replace("n=0", "n=7"), coordinator.peer, b"x")
-        assert lost.status_code == 410
-        assert lost.json()["error"]["code"] == "gone"
+        assert await opened(coordinator) == 204
+        assert await opened(coordinator) == 401
+        poll = f"/api/v1/infer/requests/{coordinator.peer.node}?link={NAME}&n=0"
+        await coordinator.links._links[NAME].stream.outward.put(b"answer", 1)
+        assert (await request(coordinator, "GET", poll, coordinator.peer)).content == b"answer"
+        again = await request(coordinator, "GET", poll, coordinator.peer)
+        assert (again.status_code, again.content.count(b"poll 0")) == (401, 1)
+        assert await pushed(coordinator, 1) == 204
+
+
+async def pushed(coordinator: Coordinator, number: int) -> int:
+    target = f"/api/v1/infer/responses/{NAME}?n={number}"
+    return (await request(coordinator, "POST", target, coordinator.peer, b"x")).status_code
+
+
+async def test_a_poll_that_waits_cannot_be_sent_again_to_take_what_comes(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polling_module, "POLL_S", 0.1)
+    async with coordinator.running():
+        assert await opened(coordinator) == 204
+        poll = f"/api/v1/infer/requests/{coordinator.peer.node}?link={NAME}&n=0"
+        statuses = [(await request(coordinator, "GET", poll, coordinator.peer)).status_code for _ in range(2)]
+        assert statuses == [204, 401]
+
+
+async def test_what_opened_a_link_cannot_open_it_again(coordinator: Coordinator) -> None:
+    async with coordinator.running():
+        assert await opened(coordinator) == 204
+        coordinator.links._links[NAME].stream.fail("over")
+        await none_left(coordinator)
+        assert await opened(coordinator) == 401
+        assert coordinator.links.count == 0
+
+
+async def test_a_push_behind_a_lost_one_ends_the_link(coordinator: Coordinator) -> None:
+    async with coordinator.running():
+        assert await opened(coordinator) == 204
+        assert (await pushed(coordinator, 7), await pushed(coordinator, 1)) == (410, 410)
 
 
 async def test_another_node_can_neither_push_into_a_link_nor_empty_it(coordinator: Coordinator) -> None:
@@ -212,11 +242,13 @@ async def test_another_node_can_neither_push_into_a_link_nor_empty_it(coordinato
             assert (await request(coordinator, "GET", target, coordinator.other)).status_code == status
 
 
-@pytest.mark.parametrize("spoilt", ["x-swarm-key", "x-swarm-time", "x-swarm-signature", "body", "target", "clock"])
+@pytest.mark.parametrize(
+    "spoilt", ["x-swarm-key", "x-swarm-time", "x-swarm-signature", "x-swarm-digest", "body", "target", "clock"]
+)
 async def test_only_what_its_node_signed_is_taken(coordinator: Coordinator, spoilt: str) -> None:
     target, body = f"/api/v1/infer/responses/{NAME}?n=0", b"\x16\x03\x01"
     now = time.time() - (400 if spoilt == "clock" else 0)
-    headers = sign(coordinator.peer.key, "POST", target, body, now)
+    headers = Signer(coordinator.peer.key).sign("POST", target, body, now)
     headers.pop(spoilt, None)
     body = b"other" if spoilt == "body" else body
     target = target.replace("n=0", "n=1") if spoilt == "target" else target

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from swarmnode.wire.link import Channel, Hello
 
+STALLED_FRAMES = 100
+"""Of 1 MiB: more than all the queues between two ends hold."""
 LANE = LinkOptions(Parameters(RingId("r1"), (1, 0), "act", 0))
 
 
@@ -150,6 +152,42 @@ async def test_the_relay_cannot_read_what_it_hands_on(home: Home, monkeypatch: p
         nursery.cancel_scope.cancel()
     assert len(b"".join(handed_on)) > 1000
     assert b"secret" not in b"".join(handed_on)
+
+
+async def test_a_reader_that_stalls_holds_up_his_own_lane_only(home: Home) -> None:
+    """And no more waits for him than queues hold: then his sender waits, too."""
+    reads, sent, got = trio.Event(), list[int](), list[int]()
+
+    async def stall(_kind: str, _hello: Hello, channel: Channel) -> None:
+        await reads.wait()
+        async for frame in channel:
+            got.append(frame.header["offset"])
+
+    async def send_all(channel: Channel) -> None:
+        for number in range(STALLED_FRAMES):
+            await channel.send(Frame("data", {"offset": number}, bytes(1 << 20)))
+            sent.append(number)
+
+    async with home.running() as nursery:
+        nursery.start_soon(home.answer, home.cellar, stall)
+        async with home.lane() as stalled:
+            nursery.start_soon(send_all, stalled)
+            before = -1
+            while before < len(sent):
+                before = len(sent)
+                await trio.sleep(0.5)
+            nursery.start_soon(home.answer, home.cellar, echo)
+            async with home.lane() as other:
+                for number in range(20):
+                    await other.send(Frame("data", {"offset": number}, b"x"))
+                    assert (await other.receive()).header["offset"] == number
+            assert len(sent) == before < STALLED_FRAMES
+            assert got == []
+            reads.set()
+            with trio.fail_after(20):
+                while len(got) < STALLED_FRAMES:  # noqa: ASYNC110 - frames come one by one
+                    await trio.sleep(0.05)
+    assert got == list(range(STALLED_FRAMES))
 
 
 async def test_who_is_not_connected_cannot_be_called(home: Home) -> None:

@@ -9,18 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 from credentials import Node, Swarm
-from fastapi import FastAPI
-from starlette.middleware import Middleware
+from polling_port import start_polling_port
 from toxics import toxic_proxy
 
-from swarmnode.api.exchange import ExchangeMiddleware
-from swarmnode.api.limits import DEFAULT_LIMITS
-from swarmnode.api.middleware import ErrorMiddleware, RequestIdMiddleware
-from swarmnode.api.server import open_api_listeners, serve_api
 from swarmnode.errors import LinkBroken
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.polling import PolledLinks
-from swarmnode.roles.polling_routes import polling_router
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.roads import Roads
 from swarmnode.wire.address import Address, ApiUrl
@@ -55,21 +49,10 @@ class Neighbourhood:
 
     @asynccontextmanager
     async def running(self, *, cellar_routes: Sequence[str] = ROUTES) -> AsyncIterator[None]:
-        app = FastAPI(
-            middleware=[
-                Middleware(ExchangeMiddleware, limits=DEFAULT_LIMITS),
-                Middleware(RequestIdMiddleware),
-                Middleware(ErrorMiddleware),
-            ]
-        )
-        app.include_router(polling_router(self.links))
-        listeners = await open_api_listeners("127.0.0.1", 0)
-        self.url = ApiUrl(f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}")
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self.address = await nursery.start(self.transport.listen, ANYWHERE, self._serve, self.coordinator.identity)
-            await nursery.start(self.links.run)
-            await nursery.start(serve_api, app, listeners)
+            self.url = ApiUrl(await start_polling_port(nursery, self.links))
             transport = DirectTransport(self.cellar.tls())
             self.cellar_address = await nursery.start(transport.listen, ANYWHERE, self._hear, self.cellar.identity)
             self._cellar_roads = self.roads(self.cellar, cellar_routes, transport=transport)

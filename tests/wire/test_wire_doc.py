@@ -11,7 +11,7 @@ import pytest
 
 from swarmnode.wire import deadlines, limits
 from swarmnode.wire.frames import Frame, FrameDecoder, encode_bytes
-from swarmnode.wire.poll_signature import KEY_HEADER, SIGNATURE_HEADER, TIME_HEADER
+from swarmnode.wire.poll_signature import DIGEST_HEADER, KEY_HEADER, SIGNATURE_HEADER, TIME_HEADER
 from swarmnode.wire.polled import BUNDLE_HEADER, BUNDLES_HEADER
 from swarmnode.wire.table import BODY_LIMITS, DTYPE_BYTES, KINDS
 
@@ -59,7 +59,7 @@ def test_limits_deadlines_bodies_and_dtypes_match() -> None:
 
 
 def test_the_headers_of_polled_requests_are_named() -> None:
-    signed = {KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER}
+    signed = {KEY_HEADER, TIME_HEADER, DIGEST_HEADER, SIGNATURE_HEADER}
     assert {name for name, _, _ in table("header", "on", "what")} == {BUNDLE_HEADER, BUNDLES_HEADER, *signed}
 
 
