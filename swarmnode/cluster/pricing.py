@@ -24,8 +24,8 @@ HEADROOM = 1.2
 """All that is priced is multiplied by this: fragmentation, the allocator's rounding, what grows for a moment."""
 WORKER_BYTES = 350 << 20
 """What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
-LIBRARY_BYTES = {NF4: 40 << 20, BNB_INT8: 40 << 20, INT4_CARD: 80 << 20}
-"""What bitsandbytes or torchao adds to a worker that quantizes with it (measured on CPU)."""
+BITSANDBYTES_BYTES = 40 << 20
+"""What the library adds to a worker that quantizes with it. torchao adds nothing: transformers imports it anyway."""
 PIECE_TOKENS = 256
 """Prompt positions that one forward reads (SWARM_SERVE_PREFILL_CHUNK's default)."""
 _ROW_WIDTHS = 16
@@ -107,7 +107,7 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
         head=int(max(head, 0)),
         kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
         states=recurrent * shape.state_values_per_layer * 4 * _STATES_KEPT * in_flight,
-        worker=WORKER_BYTES + LIBRARY_BYTES.get(quantization, 0),
+        worker=WORKER_BYTES + (BITSANDBYTES_BYTES if quantization in (NF4, BNB_INT8) else 0),
         workspace=_workspace(shape, first, end, size, quantization),
     )
 

@@ -15,7 +15,7 @@ from swarmnode.catalog.manifest import MAX_LAYERS
 from swarmnode.cluster.quantization import INT4_CARD, stored_as
 from swarmnode.compute.device import int4_obstacle, pick_device
 from swarmnode.compute.engine import TorchEngine
-from swarmnode.compute.freed_memory import return_freed_memory
+from swarmnode.compute.freed_memory import return_freed_memory, returning_large_blocks
 from swarmnode.compute.gguf_blocks import Q4Blocks, check_blocks, find_blocks
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.lora import find_adapter
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 
 def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine:
     """Load the slice and prove with one position that it runs; raises LoadRefused, LoadFailed or InvalidModel."""
+    with returning_large_blocks():
+        engine = _load(spec, progress)
+        return_freed_memory()
+        _prove(engine)
+        return_freed_memory()
+    return engine
+
+
+def _load(spec: StageSpec, progress: Progress | None) -> TorchEngine:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     device = pick_device(spec.device)
@@ -56,11 +65,7 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     elif adapter is not None:
         adapter.attach(model)
     model.finish()
-    engine = TorchEngine(model)
-    return_freed_memory()
-    _prove(engine)
-    return_freed_memory()
-    return engine
+    return TorchEngine(model)
 
 
 def _check_kernels(kernels: str, device: torch.device) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnode.cluster.pricing import (
+    BITSANDBYTES_BYTES,
     HEADROOM,
     WORKER_BYTES,
     ModelShape,
@@ -60,10 +61,10 @@ def test_workspace_is_a_piece_with_its_logits_or_the_largest_block_while_it_is_q
     assert price(replace(SHAPE, layer_params=(9_000_000,) * 4), method="nf4").workspace == 18_000_000
 
 
-def test_a_worker_that_quantizes_with_a_library_holds_that_too() -> None:
+def test_a_worker_that_quantizes_with_bitsandbytes_holds_that_too() -> None:
     workers = {method: price(method=method).worker for method in METHODS}
-    assert {method for method, worker in workers.items() if worker > WORKER_BYTES} == {"nf4", "bnb-int8"}
-    assert price(method=INT4_CARD).worker > workers["nf4"]
+    extra = {method for method, worker in workers.items() if worker == WORKER_BYTES + BITSANDBYTES_BYTES}
+    assert extra == {"nf4", "bnb-int8"}
     assert workers["none"] == workers["int8"] == WORKER_BYTES
 
 
