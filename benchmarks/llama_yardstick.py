@@ -1,7 +1,7 @@
 """llama.cpp as a yardstick: the demo model's own GGUF file in llama-cpp-python, on two nodes over its RPC.
 
-`--vs-llama-cpp [PYTHON]` of `benchmarks.links`; PYTHON is an interpreter that has the package. Its RPC goes from node
-to node through the client, so two nodes cost one round trip a token.
+`--vs-llama-cpp [PYTHON]` of `benchmarks.links`, and in one process of `benchmarks.decode`; PYTHON is an interpreter
+that has the package. Its RPC goes from node to node through the client, so two nodes cost one round trip a token.
 """
 
 from __future__ import annotations
@@ -130,12 +130,19 @@ def measure_rpc(
 
 
 @contextmanager
+def whole_model(python: str, gguf: Path, threads: int) -> Iterator[LlamaModel]:
+    """All layers in one process."""
+    with _part(python, MODEL, str(gguf), "--threads", str(threads)) as process:
+        yield LlamaModel(process)
+
+
+@contextmanager
 def _split(python: str, gguf: Path, threads: int, server: str) -> Iterator[LlamaModel]:
     """The last half of the layers on the server, the head among them."""
-    at = ("--threads", str(threads))
+    with whole_model(python, gguf, threads) as model:
+        remote = model.layers // 2
+    at = ("--threads", str(threads), "--server", server, "--remote-layers", str(remote))
     with _part(python, MODEL, str(gguf), *at) as process:
-        remote = LlamaModel(process).layers // 2
-    with _part(python, MODEL, str(gguf), *at, "--server", server, "--remote-layers", str(remote)) as process:
         yield LlamaModel(process)
 
 

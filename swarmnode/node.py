@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import logging
 import os
 import re
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.catalog.store import ShardStore
-from swarmnode.cluster.placement import CPU_CAPABILITIES, RING_CAPABILITIES
-from swarmnode.cluster.quantization import SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.ballot import STATE_FILE, Ballot
+from swarmnode.roles.capabilities import find_capabilities
 from swarmnode.roles.context import NodeContext, PeerResources
 from swarmnode.roles.enrolment import VOTER_ROLES, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
@@ -133,7 +131,7 @@ class _Node:
 
     async def run(self) -> None:
         kept = NodeIdentity.open(self._settings.data_dir)
-        identity = _identity(self._options, kept.node)
+        identity = await _identity(self._options, kept.node)
         await self._become_member(kept, identity)
         ballot = Ballot(self._settings.data_dir / STATE_FILE)
         may_coordinate = COORDINATOR in self._options.roles or self._options.voter or ballot.exists
@@ -345,13 +343,13 @@ def _end_in_time(scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-def _identity(options: NodeOptions, node: NodeId) -> Identity:
+async def _identity(options: NodeOptions, node: NodeId) -> Identity:
     return Identity(
         node=node,
         boot=BootId(uuid.uuid4().hex),
         name=options.name or _host_name(os.uname().nodename, node),
         roles=options.roles,
-        capabilities=_capabilities(options),
+        capabilities=await find_capabilities(options.resources.device) if PEER in options.roles else (),
     )
 
 
@@ -359,15 +357,6 @@ def _host_name(host: str, node: NodeId) -> str:
     """A name that every host's gives, whatever it holds."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "", host.split(".")[0])[:48].strip("_-")
     return f"{plain or 'node'}-{node[:4]}"
-
-
-def _capabilities(options: NodeOptions) -> tuple[str, ...]:
-    """What its peer role can do: the CPU's kernels are no use to one that computes on a card. Nothing is imported."""
-    if PEER not in options.roles:
-        return ()
-    on_card = options.resources.device.startswith("cuda")
-    quantized = {SERVE_QUANTIZED} if importlib.util.find_spec("bitsandbytes") is not None else frozenset()
-    return tuple(sorted(RING_CAPABILITIES | quantized | (frozenset() if on_card else CPU_CAPABILITIES)))
 
 
 def _lock(settings: Settings) -> int:

@@ -97,7 +97,7 @@ def write_random(path: Path, model_type: str, num_layers: int, **settings: Any) 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
     tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
     auto: Any = AutoModelForCausalLM
-    config: Any = AutoConfig.for_model(model_type, **shape, **heads, **tokens, **settings)
+    config: Any = AutoConfig.for_model(model_type, **(shape | heads | tokens | settings))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)

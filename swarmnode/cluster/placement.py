@@ -15,7 +15,9 @@ from swarmnode.cluster.quantization import (
     NONE,
     SERVE_INT4_FAST,
     SERVE_INT8,
+    SERVE_ON_CARD,
     SERVE_QUANTIZED,
+    stored_as,
 )
 from swarmnode.errors import LoadRefused, PeerNotFound
 from swarmnode.ids import NodeId
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
     from swarmnode.cluster.pricing import ModelShape
 
 _WHY_LACKING = {
-    method: "bitsandbytes is not installed" if needed == SERVE_QUANTIZED else "its device is a card"
-    for method, needed in NEEDED_CAPABILITY.items()
+    SERVE_QUANTIZED: "bitsandbytes is not installed",
+    SERVE_INT8: "its device is a card",
+    SERVE_INT4_FAST: "its card is older than compute capability 8.0, torchao is not installed",
 }
+"""By the capability that a peer does not declare."""
 MOST_IN_FLIGHT = 1 << 16
 """Whatever SWARM_SERVE_IN_FLIGHT says; a bound for the arithmetic."""
 NO_KV_TOKENS = 1 << 24
@@ -41,7 +45,7 @@ SERVE_KV_BUDGET = "serve-kv-budget"
 RING_CAPABILITIES = frozenset({SERVE_N_STAGE, SERVE_ONE_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET})
 """What this version's peers can do; a ring is refused over a peer that lacks what it needs, and the peer is named."""
 CPU_CAPABILITIES = frozenset({SERVE_INT8, SERVE_INT4_FAST})
-"""What a peer needs torch's CPU kernels for; one that is told to use a card does not declare it."""
+"""What a peer needs torch's CPU kernels for; one that computes on a card does not declare them for these."""
 ALL_CAPABILITIES = RING_CAPABILITIES | CPU_CAPABILITIES | {SERVE_QUANTIZED}
 
 
@@ -132,10 +136,14 @@ def _plan(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources
     in_flight = min(request.in_flight or 4 * stages, MOST_IN_FLIGHT)
     cuts = (0, *_boundaries(shape, stages), layers)
     plans = tuple(
-        StagePlan(peer, first, end, price_stage(shape, first, end, request.dtype, request.quantization, in_flight))
+        StagePlan(peer, first, end, price_stage(shape, first, end, request.dtype, _stored(request, peer), in_flight))
         for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
     )
     return _budget(shape, request, plans, in_flight)
+
+
+def _stored(request: PlanRequest, peer: PeerResources) -> str:
+    return stored_as(request.quantization, on_card=SERVE_ON_CARD in peer.capabilities)
 
 
 def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
@@ -191,10 +199,11 @@ def _has_kernels(peer: PeerResources, quantization: str) -> bool:
 def _check_kernels(chosen: Sequence[PeerResources], quantization: str) -> None:
     lacking = [peer.name for peer in chosen if not _has_kernels(peer, quantization)]
     if lacking:
+        needed = NEEDED_CAPABILITY[quantization]
         whose = f"peer {lacking[0]} cannot" if len(lacking) == 1 else f"peers {', '.join(lacking)} cannot"
         raise LacksKernels(
-            f"{whose} hold {quantization} weights: {NEEDED_CAPABILITY[quantization]} is not declared there "
-            f"({_WHY_LACKING[quantization]}, or an older swarmnode)",
+            f"{whose} hold {quantization} weights: {needed} is not declared there ({_WHY_LACKING[needed]}, or an older "
+            "swarmnode)",
             param="quantization",
         )
 

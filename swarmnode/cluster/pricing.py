@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnode.cluster.quantization import BNB_INT8, BYTES_PER_PARAM, HEAD_BYTES_PER_PARAM, INT4_FAST, NF4, NONE
+from swarmnode.cluster.quantization import (
+    BNB_INT8,
+    BYTES_PER_PARAM,
+    CARD_INPUTS,
+    HEAD_BYTES_PER_PARAM,
+    INT4_CARD,
+    INT4_FAST,
+    NF4,
+    NONE,
+)
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEADROOM = 1.2
@@ -16,7 +25,7 @@ HEADROOM = 1.2
 WORKER_BYTES = 350 << 20
 """What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
 BITSANDBYTES_BYTES = 40 << 20
-"""What the library adds to a worker that quantizes with it."""
+"""What the library adds to a worker that quantizes with it. torchao adds nothing: transformers imports it anyway."""
 PIECE_TOKENS = 256
 """Prompt positions that one forward reads (SWARM_SERVE_PREFILL_CHUNK's default)."""
 _ROW_WIDTHS = 16
@@ -80,7 +89,8 @@ class StageBytes:
 
 
 def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantization: str, in_flight: int) -> StageBytes:
-    """Embeddings stay in the serving dtype on the first stage; layers and the last stage's head follow the method."""
+    """Embeddings stay in the serving dtype on the first stage; layers and the last stage's head follow `quantization`,
+    as it is stored on the stage's device (`stored_as`)."""
     size = DTYPE_BYTES[dtype]
     is_first, is_last = first == 0, end == len(shape.layer_params)
     head_size = HEAD_BYTES_PER_PARAM.get(quantization, size)
@@ -92,7 +102,7 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
         return StageBytes(0, 0, 0, shape.kv_values_per_token_layer * (end - first) * size, 0, 0, 0)
     return StageBytes(
         embed=shape.embed_params * size if is_first else 0,
-        layers=int(sum(shape.layer_params[first:end]) * BYTES_PER_PARAM.get(quantization, size))
+        layers=int(sum(shape.layer_params[first:end]) * _layer_param_bytes(shape, quantization, size))
         + _adapter_bytes(shape, first, end, quantization),
         head=int(max(head, 0)),
         kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
@@ -102,9 +112,17 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
     )
 
 
+def _layer_param_bytes(shape: ModelShape, quantization: str, size: int) -> float:
+    """On a card with what torchao adds to the rows of a block's matrices, most of which are a hidden size long."""
+    per_param = BYTES_PER_PARAM.get(quantization, size)
+    if quantization != INT4_CARD or not shape.hidden_size:
+        return per_param
+    return per_param * -(-shape.hidden_size // CARD_INPUTS) * CARD_INPUTS / shape.hidden_size
+
+
 def _adapter_bytes(shape: ModelShape, first: int, end: int, quantization: str) -> int:
     """Kept in float32 beside quantized weights; merged, as for int4-fast and full precision, it takes nothing."""
-    return 0 if quantization in (NONE, INT4_FAST) else sum(shape.adapter_params[first:end]) * 4
+    return 0 if quantization in (NONE, INT4_FAST, INT4_CARD) else sum(shape.adapter_params[first:end]) * 4
 
 
 def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization: str) -> int:

@@ -10,6 +10,8 @@ NONE = "none"
 INT8 = "int8"
 """Packed for torch's CPU kernels, as INT4_FAST is."""
 INT4_FAST = "int4-fast"
+INT4_CARD = "int4-fast on a card"
+"""What INT4_FAST is stored as there: torchao's tiles; never asked for by this name."""
 NF4 = "nf4"
 """bitsandbytes' 4 bits, on CPUs and cards."""
 BNB_INT8 = "bnb-int8"
@@ -19,12 +21,17 @@ SERVE_QUANTIZED = "serve-quantized"
 """bitsandbytes is installed."""
 SERVE_INT8 = "serve-int8"
 SERVE_INT4_FAST = "serve-int4-fast"
+"""On a CPU its packed kernels; on a card torchao's: the card and torchao are there."""
+SERVE_ON_CARD = "serve-on-card"
+"""Its stages compute on a card."""
 NEEDED_CAPABILITY = {INT8: SERVE_INT8, INT4_FAST: SERVE_INT4_FAST, NF4: SERVE_QUANTIZED, BNB_INT8: SERVE_QUANTIZED}
-BYTES_PER_PARAM = {INT8: 1.05, INT4_FAST: 0.65, NF4: 0.6, BNB_INT8: 1.05}
+BYTES_PER_PARAM = {INT8: 1.05, INT4_FAST: 0.65, INT4_CARD: 0.65, NF4: 0.6, BNB_INT8: 1.05}
 """Codes and their scales, as placement prices them: four bits and 32 more for every 32 weights (int4-fast) or every 64
 (nf4). The source's 0.55 is that of scales quantized in their turn."""
 HEAD_BYTES_PER_PARAM = {INT8: 1.05, INT4_FAST: 1.05}
-"""The packed methods pack the head to eight bits; bitsandbytes' leave it in the serving dtype."""
+"""The CPU's packed methods pack the head to eight bits; the others leave it in the serving dtype."""
+CARD_INPUTS = 1024
+"""torchao pads every matrix to a multiple of as many input features."""
 _MEANINGS: Mapping[str, Mapping[str | int, str]] = {
     "method": {method: method for method in METHODS},
     "bits": {4: NF4, 8: BNB_INT8},
@@ -44,6 +51,11 @@ def read_quantization(asked: object) -> str:
         if method is not None:
             return method
     raise LoadRefused(f"quantization {str(asked)[:120]} is not served; allowed are {_ALLOWED}", param="quantization")
+
+
+def stored_as(method: str, *, on_card: bool) -> str:
+    """The form that a method's weights take on a device."""
+    return INT4_CARD if on_card and method == INT4_FAST else method
 
 
 def default_quantization(trained_with: object) -> str:

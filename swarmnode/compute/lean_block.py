@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm, silu
 
+from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute.attention import attend
+from swarmnode.compute.card_projection import on_card
 from swarmnode.compute.projections import DenseProjection, packed
 
 if TYPE_CHECKING:
@@ -166,8 +168,12 @@ class LeanBlock:
         self._bind([DenseProjection(weight, bias) for weight, bias in self._matrices])
 
     def settle(self, method: str, blocks: Mapping[str, Sequence[Placed]]) -> None:
-        """Choose the kernels: "none" keeps the dense matrices, "int8" and "int4-fast" replace them by packed ones, by
-        name made from `blocks` where there are some."""
+        """Choose the kernels: "none" keeps the dense matrices, the others replace them by packed ones. A CPU's four
+        bits are made from `blocks`, by matrix, where there are some."""
+        if method == INT4_CARD:
+            self._bind([on_card(weight, bias) for weight, bias in self._matrices])
+            self._matrices = ()
+            return
         if method != "none":
             named = zip(MATRICES, self._matrices, strict=True)
             self._bind([packed(method, weight, bias, blocks.get(name, ())) for name, (weight, bias) in named])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute.attention import attention_mode
 from swarmnode.compute.kv_cache import SessionCache, StepCache
 from swarmnode.compute.lean_block import MATRICES, LeanBlock, Norm, NotLean, fused_room, rows_of
@@ -41,7 +42,8 @@ rounds every intermediate to 8 bits, in another order in each of the two."""
 _PIECE, _SCALE = 5, 0.05
 """A probe is a piece of five positions and one decode step; small rows, so that what the block adds is what counts."""
 HEAD_METHOD = "int8"
-"""A head decides between near-equal tokens: it is packed to eight bits whatever the blocks are packed to."""
+"""A head decides between near-equal tokens: it is packed to eight bits whatever the blocks are packed to, and on a card
+it is left as it is."""
 
 _log = logging.getLogger("swarmnode.compute.lean")
 
@@ -223,7 +225,7 @@ def _tail(model: StageModel, method: str) -> Tail:
         _log.info("%s: its own norm and head serve the last stage: %s", model.name, error)
         return family
     weight, bias = outer.lm_head.weight, outer.lm_head.bias
-    if method == "none":
+    if method in ("none", INT4_CARD):
         head = DenseProjection(weight, bias)
         head.measure()
         return LeanTail(norm, head)

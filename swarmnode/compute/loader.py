@@ -12,8 +12,10 @@ import torch
 
 from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.manifest import MAX_LAYERS
+from swarmnode.cluster.quantization import INT4_CARD, stored_as
+from swarmnode.compute.device import int4_obstacle, pick_device
 from swarmnode.compute.engine import TorchEngine
-from swarmnode.compute.freed_memory import return_freed_memory
+from swarmnode.compute.freed_memory import return_freed_memory, returning_large_blocks
 from swarmnode.compute.gguf_blocks import Q4Blocks, check_blocks, find_blocks
 from swarmnode.compute.lean_loading import LeanBuilder, layer_of
 from swarmnode.compute.lora import find_adapter
@@ -34,17 +36,27 @@ if TYPE_CHECKING:
 
 def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine:
     """Load the slice and prove with one position that it runs; raises LoadRefused, LoadFailed or InvalidModel."""
+    with returning_large_blocks():
+        engine = _load(spec, progress)
+        return_freed_memory()
+        _prove(engine)
+        return_freed_memory()
+    return engine
+
+
+def _load(spec: StageSpec, progress: Progress | None) -> TorchEngine:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     device = pick_device(spec.device)
     config = read_config(spec.folder)
     stored = find_tensors(spec.files)
-    _check_kernels(spec.quantization, device)
+    kernels = stored_as(spec.quantization, on_card=device.type == "cuda")
+    _check_kernels(kernels, device)
     dtype = getattr(torch, serving_dtype(spec.dtype, _stored_dtype(stored), spec.quantization))
     model = StageModel(spec, config, dtype, device)
     adapter = find_adapter(spec.folder, stored, spec.quantization, device)
     wants_lean = (spec.lean and spec.quantization not in BNB_METHODS) or spec.quantization in PACKED_METHODS
-    lean = LeanBuilder(model, model.parameters(), spec.quantization, adapter) if wants_lean else None
+    lean = LeanBuilder(model, model.parameters(), kernels, adapter) if wants_lean else None
     merge = None if adapter is None else adapter.merge
     blocks = find_blocks(stored) if reads_blocks(spec.quantization, adapted=adapter is not None) else {}
     _fill(model, stored, blocks, TensorReader(model.dtype, model.device, progress, merge), lean)
@@ -53,33 +65,21 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> TorchEngine
     elif adapter is not None:
         adapter.attach(model)
     model.finish()
-    engine = TorchEngine(model)
-    return_freed_memory()
-    _prove(engine)
-    return_freed_memory()
-    return engine
+    return TorchEngine(model)
 
 
-def pick_device(name: str) -> torch.device:
-    """The torch device of a spec's `device`; raises LoadRefused if it is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
-        raise LoadRefused(f"device {name[:40]!r} is not auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise LoadRefused("device 'cuda' was asked for, but torch sees no CUDA card here")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise LoadRefused(f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA cards")
-    return torch.device(name)
-
-
-def _check_kernels(quantization: str, device: torch.device) -> None:
-    if quantization in PACKED_METHODS and device.type != "cpu":
+def _check_kernels(kernels: str, device: torch.device) -> None:
+    """Raise LoadRefused where they do not run; makes the card the current one, where torchao looks for it."""
+    if device.type == "cpu":
+        return
+    torch.cuda.set_device(device)
+    if kernels in PACKED_METHODS:
         raise LoadRefused(
-            f"quantization {quantization!r} packs weights for the CPU's kernels, this stage is on {device}; "
+            f"quantization {kernels!r} packs weights for the CPU's kernels, this stage is on {device}; "
             "use --device cpu there, or load without quantization"
         )
+    if kernels == INT4_CARD and (obstacle := int4_obstacle(device)):
+        raise LoadRefused(f"{INT4_CARD} cannot be served: {obstacle}; load with nf4, or without quantization")
 
 
 def _stored_dtype(stored: Mapping[str, Stored]) -> str:
@@ -113,14 +113,22 @@ def _fill(
             last_layer = layer_of(name)
         room = lean.room(name) if lean is not None else None
         if lean is not None and name in blocks:
-            kept = Q4Blocks(reader.read_bytes(parts[0].stored), blocks[name][1])
-            model.set_parameter(name, kept.dequantized(model.dtype, room))
-            lean.loaded(name, kept)
+            _fill_from_blocks(model, name, Q4Blocks(reader.read_bytes(parts[0].stored), blocks[name][1]), lean, room)
             continue
         model.set_parameter(name, reader.read(parts, shapes[name], room))
         if lean is not None:
             lean.loaded(name)
     reader.report()
+
+
+def _fill_from_blocks(
+    model: StageModel, name: str, blocks: Q4Blocks, lean: LeanBuilder, room: torch.Tensor | None
+) -> None:
+    """The dense weight for the proof of its layer, and the blocks to pack it from; the builder alone keeps them."""
+    if room is None:
+        room = torch.empty((blocks.rows, blocks.inputs), dtype=model.dtype, device=model.device)
+    model.set_parameter(name, blocks.dequantized(model.dtype, room))
+    lean.loaded(name, blocks)
 
 
 def _reading_order(item: tuple[str, tuple[Part, ...]]) -> tuple[int, str, int]:

@@ -34,7 +34,8 @@ _MEASURE_S = 0.5
 DEFAULT_ROWS = 32
 CHUNK_ROWS = 128
 """Weights are unpacked in multiples of this many output rows: whole blocks of every packed layout."""
-_QUANTIZED_ROWS = 4 * CHUNK_ROWS
+QUANTIZED_ROWS = 4 * CHUNK_ROWS
+"""Rows of a weight that are quantized at a time, which bounds what is held beside it; whole blocks of every layout."""
 _CHUNK_ELEMENTS = 1 << 20
 """4 MiB of float32 at a time: little beside any slice, and it stays in the CPU's cache."""
 
@@ -172,8 +173,8 @@ class Int4Projection(PackedProjection):
         self._in = weight.shape[1]
         self._weight = torch.empty((weight.shape[0], self._in // 2), dtype=torch.uint8)
         self._scales_zeros = torch.empty((self._in // GROUP, weight.shape[0], 2), dtype=torch.bfloat16)
-        for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held in 32 bits
-            part = slice(begin, begin + _QUANTIZED_ROWS)
+        for begin in range(0, weight.shape[0], QUANTIZED_ROWS):  # bounds what is held in 32 bits
+            part = slice(begin, begin + QUANTIZED_ROWS)
             codes, self._scales_zeros[:, part] = _encode(weight[part], begin, blocks)
             self._weight[part] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
         super().__init__(weight.shape, bias)
@@ -211,8 +212,8 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, in) → codes and bfloat16 scales by row. Codes are rounded against the scale as stored."""
     scales = torch.empty(weight.shape[0], dtype=torch.bfloat16, device=weight.device)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    for begin in range(0, weight.shape[0], _QUANTIZED_ROWS):  # bounds what is held beside the weight
-        part = slice(begin, begin + _QUANTIZED_ROWS)
+    for begin in range(0, weight.shape[0], QUANTIZED_ROWS):  # bounds what is held beside the weight
+        part = slice(begin, begin + QUANTIZED_ROWS)
         exact = weight[part].float()
         scales[part] = (exact.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
         codes[part] = (exact / scales[part].float()[:, None]).round_().clamp_(-127, 127)

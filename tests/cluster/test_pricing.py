@@ -14,7 +14,7 @@ from swarmnode.cluster.pricing import (
     StageBytes,
     price_stage,
 )
-from swarmnode.cluster.quantization import METHODS
+from swarmnode.cluster.quantization import INT4_CARD, METHODS
 
 SHAPE = ModelShape(
     layer_params=(1_000_000, 2_000_000, 3_000_000, 4_000_000),
@@ -66,6 +66,17 @@ def test_a_worker_that_quantizes_with_bitsandbytes_holds_that_too() -> None:
     extra = {method for method, worker in workers.items() if worker == WORKER_BYTES + BITSANDBYTES_BYTES}
     assert extra == {"nf4", "bnb-int8"}
     assert workers["none"] == workers["int8"] == WORKER_BYTES
+
+
+def test_on_a_card_four_bits_are_priced_as_padded_and_the_head_as_it_stays() -> None:
+    wide, narrow = replace(SHAPE, hidden_size=2048), replace(SHAPE, hidden_size=576)
+    assert price(wide, method=INT4_CARD).layers == pytest.approx(10_000_000 * 0.65, abs=1)
+    assert price(narrow, method=INT4_CARD).layers == pytest.approx(10_000_000 * 0.65 * 1024 / 576, abs=1)
+    tied = replace(wide, tied=True)
+    assert price(tied, method=INT4_CARD).head == price(tied).head == 2_000
+    adapted = replace(wide, adapter_params=(1000,) * 4)
+    assert price(adapted, method=INT4_CARD).layers == price(wide, method=INT4_CARD).layers
+    assert price(wide, method=INT4_CARD).workspace == price(wide, method="nf4").workspace
 
 
 def test_the_need_is_all_of_it_and_a_fifth_more() -> None:

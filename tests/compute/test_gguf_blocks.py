@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from card_kernels import emulated_card, load_as_on_a_card
 from safetensors.torch import load_file, save_file
 from stage_chains import Chain, even_cuts, logits_of, prompt_of
 from test_shard_selection import sliced_copies
@@ -118,8 +119,8 @@ def test_a_fused_matrix_takes_blocks_where_there_are_some(monkeypatch: pytest.Mo
         Int4Projection(weight[384:], None, [(0, last)]),
     ]
     expected = torch.cat([part.unpack(0, part._out) for part in parts])
-    for rows in (projections._QUANTIZED_ROWS, 128, 192):
-        monkeypatch.setattr(projections, "_QUANTIZED_ROWS", rows)
+    for rows in (projections.QUANTIZED_ROWS, 128, 192):
+        monkeypatch.setattr(projections, "QUANTIZED_ROWS", rows)
         fused = packed("int4-fast", weight, None, [(0, first), (384, last)])
         assert torch.equal(fused.unpack(0, 640), expected)
     assert not torch.equal(packed("int4-fast", weight, None).unpack(0, 640), expected)
@@ -198,6 +199,18 @@ def test_logits_are_those_of_the_dequantized_weights_in_full_precision(tiny: Pat
     # What is left is bfloat16's rounding between the matrices and the head's eight bits.
     assert float((found - exact).norm() / exact.norm()) < 0.04
     assert float((anew - exact).norm() / exact.norm()) > 0.08
+
+
+def test_on_a_card_they_are_dequantized_and_quantized_anew(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = sliced_copies(shards(tiny), 0, LAYERS, LAYERS, tmp_path / "slice", from_blocks=True)
+    load_as_on_a_card(monkeypatch)
+    with emulated_card(monkeypatch):
+        found, expected = (
+            logits_of(Chain([load_stage(spec_of(tiny, files, 0, LAYERS))])) for files in (paths, without_blocks(tiny))
+        )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("method", ["none", "int8"])

@@ -9,7 +9,8 @@ import torch
 from stage_chains import Chain, as_servable, even_cuts, prompt_of, stage_specs
 from tiny_models import make_tiny
 
-from swarmnode.compute.loader import load_stage, pick_device
+from swarmnode.compute.device import pick_device
+from swarmnode.compute.loader import load_stage
 from swarmnode.compute.spec import StageSpec
 from swarmnode.errors import InvalidModel, LoadFailed, LoadRefused
 

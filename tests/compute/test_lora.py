@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from card_kernels import emulated_card, load_as_on_a_card
 from stage_chains import Chain, even_cuts, generate, logits_of, prompt_of
 from tiny_models import make_tiny
 
@@ -187,14 +188,21 @@ def test_q3_eight_bits_with_an_adapter(mode: str, method: str, tuned: Tuned, mon
     assert tuned.engines(3, method).reply(0, prompt, 6, 32) == tuned.engines(1, method).reply(0, prompt, 6, 32)
 
 
-def test_q3_four_packed_bits_are_those_of_the_merged_weights(plain: Tuned, tmp_path: Path) -> None:
+@pytest.mark.parametrize("card", [False, True], ids=["cpu", "card"])
+def test_q3_four_packed_bits_are_those_of_the_merged_weights(
+    card: bool, plain: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q2: on a card, too, whose kernels take no adapter."""
+    if card:
+        load_as_on_a_card(monkeypatch)
     merged = plain.peft().merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "merged" / name).write_bytes((plain.base / name).read_bytes())
     manifest = import_model(str(tmp_path / "merged"), tmp_path / "models", stages=2)
     whole = replace(plain, root=tmp_path / "models", manifest=manifest)
-    expected, found = logits_of(whole.engines(1, "int4-fast")), logits_of(plain.engines(1, "int4-fast"))
+    with emulated_card(monkeypatch):
+        expected, found = logits_of(whole.engines(1, "int4-fast")), logits_of(plain.engines(1, "int4-fast"))
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 

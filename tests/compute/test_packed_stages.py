@@ -13,7 +13,7 @@ from test_parity import write_random
 from tiny_models import make_tiny
 
 from swarmnode.compute.kv_cache import SessionCache
-from swarmnode.compute.loader import _check_kernels, load_stage
+from swarmnode.compute.loader import load_stage
 from swarmnode.compute.projections import packed
 from swarmnode.compute.spec import StageSpec
 from swarmnode.errors import LoadRefused
@@ -99,5 +99,3 @@ def test_a_family_the_kernels_do_not_serve_is_refused_with_the_reason(tmp_path: 
 def test_what_is_asked_is_checked(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadRefused, match="'int3' is not one of none, int8, int4-fast"):
         StageSpec(tmp_path, (), 0, 1, 1, True, True, quantization="int3")
-    with pytest.raises(LoadRefused, match="CPU's kernels, this stage is on cuda:0"):
-        _check_kernels("int8", torch.device("cuda:0"))

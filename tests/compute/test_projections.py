@@ -111,7 +111,7 @@ def test_a_large_weight_is_quantized_in_parts_to_the_same_codes(monkeypatch: pyt
     weight = weights(512, 64)
     whole = Int4Projection(weight, None)
     eight = Int8Projection(weight, None)
-    monkeypatch.setattr(projections, "_QUANTIZED_ROWS", 128)
+    monkeypatch.setattr(projections, "QUANTIZED_ROWS", 128)
     assert torch.equal(Int4Projection(weight, None).unpack(0, 512), whole.unpack(0, 512))
     assert torch.equal(Int8Projection(weight, None).unpack(0, 512), eight.unpack(0, 512))
 

@@ -9,8 +9,8 @@ import pytest
 
 from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
-from swarmnode.cluster.placement import ALL_CAPABILITIES, RING_CAPABILITIES, PeerResources
-from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_QUANTIZED
+from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES, RING_CAPABILITIES, PeerResources
+from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_ON_CARD, SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
@@ -150,6 +150,40 @@ def test_q1_with_too_few_capable_peers_the_next_best_serves_and_says_why(setting
     full = plan_ring(MANIFEST, asked, neither, settings, RingId("r1"), 3)
     assert {s.quantization for s in full.specs} == {"none"}
     assert plan(asked, settings).notice == ""
+
+
+CARD = RING_CAPABILITIES | {SERVE_ON_CARD, SERVE_QUANTIZED}
+
+
+def test_q2_a_card_and_a_cpu_serve_one_ring_each_priced_as_it_stores(settings: Settings) -> None:
+    mixed = [replace(PEERS[0], capabilities=CARD | {SERVE_INT4_FAST}), PEERS[1]]
+    planned = plan_ring(MANIFEST, LoadOptions(quantization="int4-fast"), mixed, settings, RingId("r1"), 3)
+    assert ({spec.quantization for spec in planned.specs}, planned.notice) == ({"int4-fast"}, "")
+    on_card, on_cpu = planned.plan.stages
+    assert on_card.price.layers == int(4000 * 0.65 * 1024 / 64)
+    assert on_cpu.price.layers == int(2000 * 0.65)
+    assert on_cpu.price.head == int(500 * 1.05)
+
+
+def test_q2_an_older_card_is_served_nf4_before_anything_is_fetched(settings: Settings) -> None:
+    """The CPU beside it too: one method for a ring that was asked for one."""
+    older = [replace(PEERS[0], capabilities=CARD), PEERS[1]]
+    planned = plan_ring(MANIFEST, LoadOptions(quantization="int4-fast"), older, settings, RingId("r1"), 3)
+    assert {spec.quantization for spec in planned.specs} == {"nf4"}
+    assert planned.notice.startswith("peer peer-0 cannot hold int4-fast weights: serve-int4-fast is not declared there")
+    assert "older than compute capability 8.0, torchao is not installed" in planned.notice
+    assert planned.notice.endswith("served with nf4")
+    bare = [replace(peer, capabilities=peer.capabilities - {SERVE_QUANTIZED}) for peer in older]
+    full = plan_ring(MANIFEST, LoadOptions(quantization="int4-fast"), bare, settings, RingId("r1"), 3)
+    assert full.quantization == "none"
+
+
+def test_q2_int8_is_the_cpus_alone(settings: Settings) -> None:
+    cards = [replace(peer, capabilities=CARD | {SERVE_INT4_FAST}) for peer in PEERS]
+    planned = plan_ring(MANIFEST, LoadOptions(quantization="int8"), cards, settings, RingId("r1"), 3)
+    assert planned.quantization == "bnb-int8"
+    assert "its device is a card" in planned.notice
+    assert not cards[0].capabilities >= CPU_CAPABILITIES
 
 
 def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(settings: Settings) -> None:

@@ -1,0 +1,62 @@
+"""The device a stage computes on, and whether torchao's 4-bit kernels run there.
+
+Also a program, `python -m swarmnode.compute.device NAME`: a node with a card, which never imports torch itself, asks it
+what a stage worker would find, before it tells the coordinator what it can serve.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import torch
+
+from swarmnode.errors import LoadRefused
+from swarmnode.wire.deadlines import DEVICE_PROBE_S
+
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: torch's 4-bit kernel uses its tensor cores, and fails in the launch on older cards."""
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device of a spec's `device`; raises LoadRefused if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise LoadRefused(f"device {name[:40]!r} is not auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LoadRefused("device 'cuda' was asked for, but torch sees no CUDA card here")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise LoadRefused(f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA cards")
+    return torch.device(name)
+
+
+def int4_obstacle(device: torch.device) -> str:
+    """Why torchao's 4-bit kernels do not run on this card; empty where they do."""
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and "
+            f"torchao's kernels need {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer"
+        )
+    try:
+        import torchao.quantization  # noqa: F401 - one that does not fit this torch fails here
+    except Exception as error:  # whatever a library that is missing, broken or for another torch raises
+        return f"torchao cannot be imported ({type(error).__name__}: {str(error)[:200]})"
+    return ""
+
+
+def main() -> None:
+    """Print the device a worker would choose, and what keeps its 4-bit kernels from it, as one JSON object."""
+    signal.alarm(int(DEVICE_PROBE_S))  # its node may be gone while a driver hangs
+    device = pick_device(sys.argv[1])
+    on_card = device.type == "cuda"
+    print(json.dumps({"device": device.type, "int4_obstacle": int4_obstacle(device) if on_card else ""}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a peer declares: by its device, and by what a program of its own finds there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarmnode.cluster.placement import CPU_CAPABILITIES
+from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_INT8, SERVE_ON_CARD
+from swarmnode.roles import capabilities
+from swarmnode.roles.capabilities import find_capabilities
+
+KERNELS = {SERVE_INT8, SERVE_INT4_FAST, SERVE_ON_CARD}
+
+
+def saying(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", f"print('a library says hello'); print({text!r})")
+
+
+NEVER_ASKED = ("/nowhere/to/be/found",)
+AMPERE = saying(json.dumps({"device": "cuda", "int4_obstacle": ""}))
+OLDER = saying(json.dumps({"device": "cuda", "int4_obstacle": "GeForce has compute capability 7.5"}))
+
+
+async def kernels(device: str, probe: tuple[str, ...]) -> set[str]:
+    return KERNELS & set(await find_capabilities(device, probe))
+
+
+async def test_a_cpu_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert await kernels("cpu", NEVER_ASKED) == CPU_CAPABILITIES
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(capabilities, "DRIVERS", ())
+    assert await kernels("auto", NEVER_ASKED) == CPU_CAPABILITIES
+
+
+async def test_q2_a_recent_card_declares_int4_fast_and_an_older_one_says_why_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert await kernels("cuda", AMPERE) == {SERVE_ON_CARD, SERVE_INT4_FAST}
+    assert await kernels("cuda:1", OLDER) == {SERVE_ON_CARD}
+    assert "int4-fast is not served here: GeForce has compute capability 7.5" in caplog.text
+
+
+@pytest.mark.parametrize("driver", ["nvidia-smi", "device file"])
+async def test_a_machine_with_a_driver_is_asked_what_auto_means(
+    driver: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / driver
+    path.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(capabilities, "DRIVERS", (path,) if driver == "device file" else ())
+    assert await kernels("auto", AMPERE) == {SERVE_ON_CARD, SERVE_INT4_FAST}
+    hidden = saying(json.dumps({"device": "cpu", "int4_obstacle": ""}))
+    assert await kernels("auto", hidden) == CPU_CAPABILITIES
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [NEVER_ASKED, saying("no JSON"), saying("{}"), saying("[]"), (sys.executable, "-c", "import sys; sys.exit('no')")],
+    ids=["missing", "not JSON", "empty", "a list", "fails"],
+)
+async def test_where_the_answer_is_none_no_packed_kernel_is_declared(
+    broken: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await kernels("cuda", broken) == set()
+    assert "torch did not say what it finds on device cuda" in caplog.text
+
+
+async def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "DEVICE_PROBE_S", 0.3)
+    assert await kernels("cuda", (sys.executable, "-c", "import time; time.sleep(60)")) == set()
+
+
+async def test_the_real_program_says_that_there_is_no_card_where_torch_sees_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(capabilities, "DRIVERS", (Path("/"),))
+    assert await kernels("auto", capabilities.PROBE) == CPU_CAPABILITIES
