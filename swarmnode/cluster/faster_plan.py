@@ -29,6 +29,9 @@ WORTH_SHARE, WORTH_MS = 0.15, 3.0
 """A ring that is to take the place of the one by memory must be faster by so much: measures scatter, and who never held
 a part of the model has to fetch it."""
 
+AS_FAST = 1.03
+"""Of rings that differ by no more, the one that moves the fewest stages: their files are there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -66,11 +69,17 @@ def faster(choice: Choice) -> Plan:
     if not choice.measured.nothing:
         plans += _others(choice)
     paces = [choice.pace(_nodes(plan), plan) for plan in plans]
-    best = min(range(len(plans)), key=lambda index: paces[index].cost_ms)
-    gain_ms = paces[0].cost_ms - paces[best].cost_ms
-    if gain_ms < max(WORTH_MS, WORTH_SHARE * paces[0].cost_ms):
+    least_ms = min(pace.cost_ms for pace in paces)
+    near = [index for index, pace in enumerate(paces) if pace.cost_ms <= least_ms * AS_FAST]
+    best = min(near, key=lambda index: _moved(plans[index], choice.by_memory))
+    if paces[0].cost_ms - paces[best].cost_ms < max(WORTH_MS, WORTH_SHARE * paces[0].cost_ms):
         best = 0
     return replace(plans[best], pace=paces[best] if choice.measured.paces else None)
+
+
+def _moved(plan: Plan, from_plan: Plan) -> int:
+    """Stages that are somewhere else."""
+    return sum(a != b for a, b in zip(_nodes(plan), _nodes(from_plan), strict=True))
 
 
 def _nodes(plan: Plan) -> list[NodeId]:

@@ -70,11 +70,12 @@ def _compared(choice: Choice, plan: Plan, peer: PeerResources) -> tuple[str, str
 
 
 def _slower(choice: Choice, holder: PeerResources, peer: PeerResources, stage: int) -> str:
-    there_ms, here_ms = (choice.measured.pace_ms(node) for node in (peer.node, holder.node))
+    measured = choice.measured
     unit = "" if choice.shape.weightless else " for each GiB of weights"
+    assumed = "" if holder.node in measured.paces else "an assumed "
     return (
-        f"measured slower: a step takes {there_ms:,.1f} ms{unit}, and {here_ms:,.1f} on {holder.name}, which holds "
-        f"stage {stage}"
+        f"measured slower: a step takes {measured.pace_ms(peer.node):,.1f} ms{unit}, and "
+        f"{assumed}{measured.pace_ms(holder.node):,.1f} on {holder.name}, which holds stage {stage}"
     )
 
 
