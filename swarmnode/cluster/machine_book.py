@@ -136,8 +136,12 @@ class MachineBook:
 
     def _fresh(self, now: float) -> dict[Weights, dict[NodeId, float]]:
         """Paces that still count, by kind and node."""
-        kinds = {kind for machine in self._machines.values() for kind in machine.paces}
-        return {kind: paces for kind in kinds if (paces := self._under(kind, now))}
+        found: dict[Weights, dict[NodeId, float]] = {}
+        for node, machine in self._machines.items():
+            for kind, pace in machine.paces.items():
+                if now - pace.at_s < LASTS_S:
+                    found.setdefault(kind, {})[node] = pace.ms
+        return found
 
     def _under(self, kind: Weights, now: float) -> dict[NodeId, float]:
         found = ((node, machine.paces.get(kind)) for node, machine in self._machines.items())
