@@ -155,6 +155,12 @@ def test_a_peer_that_was_told_nothing_says_auto() -> None:
     assert ["pc-1", "alive", "peer", "-", "-", "-", "auto", "-", "auto", "-"] in rows
 
 
+def test_ps_marks_a_straggler() -> None:
+    peers = [{"name": name, "state": "alive", "straggles": name == "den"} for name in ("den", "desk")]
+    rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]
+    assert [row[:3] for row in rows[1:3]] == [["den", "alive", "slow"], ["desk", "alive", "-"]]
+
+
 @pytest.mark.parametrize("width", [80, 60])
 def test_a_narrow_terminal_loses_columns_not_letters(width: int) -> None:
     text = shown(ps_view(NODES), width=width)
