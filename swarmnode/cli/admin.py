@@ -93,6 +93,8 @@ def model_load(
         with load_display(console(stderr=True)) as show:
             status = follow_load(client, model, options, show)
     _print_status(status, json_output=json_output)
+    if not json_output:
+        _print_left_out(status)
 
 
 def model_unload(
@@ -151,6 +153,13 @@ def config(
     for row in rows:
         table.add_row(row["name"], row["value"], row["source"], row["role"], row["meaning"])
     console().print(table)
+
+
+def _print_left_out(status: dict[str, Any]) -> None:
+    from swarmnode.ui.plan_table import left_out_lines
+
+    for line in left_out_lines(status.get("left_out") or []):
+        console().print(line)
 
 
 def _print_plan(plan: dict[str, Any], *, json_output: bool) -> None:

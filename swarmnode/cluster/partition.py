@@ -11,36 +11,45 @@ if TYPE_CHECKING:
 
 
 def balanced_boundaries(
-    layer_costs: Sequence[float], first_extra: float, last_extra: float, stages: int
+    layer_costs: Sequence[float],
+    first_extra: float,
+    last_extra: float,
+    stages: int,
+    paces: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Return the first layers of stages 1, 2, … of the cut whose largest stage cost is smallest.
 
     Every stage gets at least one layer. `first_extra` (the embedding) is added to the first stage, `last_extra` (the
-    head) to the last. Costs are in one unit of the caller's choice (bytes, ms), none below zero. Among the cuts with
-    the same largest stage, the one with the smallest sum of squares is taken, so that what the dearest stage leaves
-    open is still even; what is left of ties goes to the earliest cut. Raises ValueError when the layers are too few.
+    head) to the last. Costs are in one unit of the caller's choice (bytes, ms), none below zero; `paces` says what a
+    unit costs on each stage (None: the same on all). Among the cuts with the same largest stage, the one with the
+    smallest sum of squares is taken, so that what the dearest stage leaves open is still even; what is left of ties
+    goes to the earliest cut. Raises ValueError when the layers are too few.
     """
     if not 1 <= stages <= len(layer_costs):
         raise ValueError(f"{len(layer_costs)} layers cannot make {stages} stages of at least one layer")
     if min(*layer_costs, first_extra, last_extra) < 0:
         raise ValueError("costs must not be below zero")
-    row = _Row(layer_costs, first_extra, last_extra)
+    row = _Row(layer_costs, first_extra, last_extra, (1,) * stages if paces is None else paces)
     return _evenest_cut(row, stages, _smallest_peak(row, stages))
 
 
 class _Row:
-    """Costs of any run of layers in constant time."""
+    """Costs of any run of layers on any stage in constant time."""
 
-    def __init__(self, layer_costs: Sequence[float], first_extra: float, last_extra: float) -> None:
+    def __init__(
+        self, layer_costs: Sequence[float], first_extra: float, last_extra: float, paces: Sequence[float]
+    ) -> None:
         self.layers = len(layer_costs)
         self._sums = tuple(accumulate(layer_costs, initial=0))
         self._first_extra = first_extra
         self._last_extra = last_extra
+        self._paces = paces
 
-    def cost(self, begin: int, end: int) -> float:
+    def cost(self, stage: int, begin: int, end: int) -> float:
         cost = self._sums[end] - self._sums[begin]
         cost += self._first_extra if begin == 0 else 0
-        return cost + (self._last_extra if end == self.layers else 0)
+        cost += self._last_extra if end == self.layers else 0
+        return cost * self._paces[stage]
 
 
 def _smallest_peak(row: _Row, stages: int) -> float:
@@ -50,24 +59,23 @@ def _smallest_peak(row: _Row, stages: int) -> float:
     falls, so the best begin of the next stage is where the two meet, found by bisection.
     """
     ends = range(1, row.layers - stages + 2)
-    best = {end: row.cost(0, end) for end in ends}
+    best = {end: row.cost(0, 0, end) for end in ends}
     for stage in range(1, stages):
         ends = range(stage + 1, row.layers - stages + stage + 2)
         best = {end: _meet(row, best, stage, end) for end in ends}
     return best[row.layers]
 
 
-def _meet(row: _Row, best: dict[int, float], low: int, end: int) -> float:
-    """The smallest max(best[b], cost of b … end-1) over low <= b < end."""
-    high = end - 1
-    first = low
+def _meet(row: _Row, best: dict[int, float], stage: int, end: int) -> float:
+    """The smallest max(best[b], cost of b … end-1 on this stage) over stage <= b < end."""
+    low, high = stage, end - 1
     while low < high:
         middle = (low + high) // 2
-        if best[middle] >= row.cost(middle, end):
+        if best[middle] >= row.cost(stage, middle, end):
             high = middle
         else:
             low = middle + 1
-    return min(max(best[b], row.cost(b, end)) for b in {max(first, low - 1), low})
+    return min(max(best[b], row.cost(stage, b, end)) for b in {max(stage, low - 1), low})
 
 
 def _evenest_cut(row: _Row, stages: int, peak: float) -> tuple[int, ...]:
@@ -78,7 +86,7 @@ def _evenest_cut(row: _Row, stages: int, peak: float) -> tuple[int, ...]:
         for begin, (squares, cuts) in best.items():
             last = row.layers if stage == stages - 1 else row.layers - stages + stage + 1
             for end in range(last if stage == stages - 1 else begin + 1, last + 1):
-                cost = row.cost(begin, end)
+                cost = row.cost(stage, begin, end)
                 if cost > peak:
                     break
                 total = squares + cost * cost

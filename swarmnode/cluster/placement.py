@@ -1,15 +1,21 @@
 """Where a model's stages go: the stages' prices against the peers' memory, refused with the numbers.
 
-The KV cache is planned for the sessions that the ring is meant to hold together.
+Memory decides first: the largest peers hold the stages. What was measured may better that, by other peers, another
+order or another cut, but never for shorter conversations or fewer of them. The KV cache is planned for the sessions
+that the ring is meant to hold together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from swarmnode.cluster.faster_plan import Choice, faster
+from swarmnode.cluster.left_out import left_out
+from swarmnode.cluster.measured import NOTHING_MEASURED
 from swarmnode.cluster.partition import balanced_boundaries
-from swarmnode.cluster.pricing import HEADROOM, StageBytes, price_stage
+from swarmnode.cluster.pricing import HEADROOM, StageBytes, mib, price_stage
 from swarmnode.cluster.quantization import (
     NEEDED_CAPABILITY,
     NONE,
@@ -25,7 +31,10 @@ from swarmnode.ids import NodeId
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from swarmnode.cluster.left_out import LeftOut
+    from swarmnode.cluster.measured import Measured
     from swarmnode.cluster.pricing import ModelShape
+    from swarmnode.cluster.ring_pace import RingPace
 
 _WHY_LACKING = {
     SERVE_QUANTIZED: "bitsandbytes is not installed",
@@ -108,16 +117,32 @@ class Plan:
     context_tokens: int
     kv_tokens: int
     max_in_flight: int
+    pace: RingPace | None = None
+    """As predicted; None where no step was measured."""
+    left_out: tuple[LeftOut, ...] = ()
 
 
-def plan_load(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources]) -> Plan:
+def plan_load(
+    shape: ModelShape,
+    request: PlanRequest,
+    peers: Sequence[PeerResources],
+    measured: Measured = NOTHING_MEASURED,
+) -> Plan:
     """Cut the model, choose peers and size the KV budget; raises LoadRefused or PeerNotFound with the numbers."""
-    if request.prefer:
-        try:
-            return _plan(shape, request, peers)
-        except LoadRefused:
-            return _plan(shape, replace(request, prefer=()), peers)
-    return _plan(shape, request, peers)
+    try:
+        by_memory = _plan(shape, request, peers)
+    except LoadRefused:
+        if not request.prefer:
+            raise
+        return plan_load(shape, replace(request, prefer=()), peers, measured)
+
+    def lay_out(chosen: Sequence[PeerResources], boundaries: tuple[int, ...]) -> Plan:
+        return _laid_out(shape, request, chosen, boundaries, peers)
+
+    choice = Choice(shape, request, measured, by_memory, _candidates(request, peers, by_memory), lay_out)
+    plan = faster(choice)
+    lacking = partial(_unable, request, len(plan.stages))
+    return replace(plan, left_out=left_out(choice, plan, peers, lacking))
 
 
 def _plan(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources]) -> Plan:
@@ -133,13 +158,35 @@ def _plan(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources
     chosen = _choose_peers(request, stages, peers)
     _check_kernels(chosen, request.quantization)
     _check_capabilities(chosen)
-    in_flight = min(request.in_flight or 4 * stages, MOST_IN_FLIGHT)
-    cuts = (0, *_boundaries(shape, stages), layers)
-    plans = tuple(
+    return _laid_out(shape, request, chosen, _boundaries(shape, stages), peers)
+
+
+def _laid_out(
+    shape: ModelShape,
+    request: PlanRequest,
+    chosen: Sequence[PeerResources],
+    boundaries: tuple[int, ...],
+    peers: Sequence[PeerResources],
+) -> Plan:
+    """These peers in this order with this cut; of the others a refusal says why they do not help."""
+    in_flight = min(request.in_flight or 4 * len(chosen), MOST_IN_FLIGHT)
+    cuts = (0, *boundaries, len(shape.layer_params))
+    stages = tuple(
         StagePlan(peer, first, end, price_stage(shape, first, end, request.dtype, _stored(request, peer), in_flight))
         for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
     )
-    return _budget(shape, request, plans, in_flight)
+    return _budget(shape, request, stages, in_flight, peers)
+
+
+def _candidates(request: PlanRequest, peers: Sequence[PeerResources], by_memory: Plan) -> list[list[PeerResources]]:
+    """Who may hold each stage, the best by memory first: who was named for it or is preferred, else whoever can."""
+    stages = [stage.peer for stage in by_memory.stages]
+    if request.peers:
+        return [[peer] for peer in stages]
+    idle = _idle(request, peers)
+    kept = _kept(request, len(stages), idle)
+    others = [peer for peer in idle if peer not in kept and not _lacks(peer, request.quantization, len(stages))]
+    return [others if peer is None else [peer] for peer in kept]
 
 
 def _stored(request: PlanRequest, peer: PeerResources) -> str:
@@ -150,8 +197,7 @@ def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResourc
     """The named ones, else the largest idle ones, those with the kernels first."""
     if request.peers:
         return _named_peers(request.peers, stages, peers)
-    idle = [peer for peer in peers if peer.busy_with is None]
-    idle.sort(key=lambda peer: (not _has_kernels(peer, request.quantization), -peer.memory_bytes, peer.name))
+    idle = _idle(request, peers)
     if len(idle) < stages:
         busy = [f"{p.name} (serves {p.busy_with})" for p in peers if p.busy_with is not None]
         raise LoadRefused(
@@ -161,15 +207,21 @@ def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResourc
             + ". Start more peers (the coordinator may be one: `up --role coordinator --role peer`), unload a model"
             + (f", or ask for fewer stages: `--stages {len(idle)}`" if idle else "")
         )
-    return _preferred(request, stages, idle)
-
-
-def _preferred(request: PlanRequest, stages: int, idle: Sequence[PeerResources]) -> list[PeerResources]:
-    """`idle` is best first; whoever is preferred for a stage and can hold it gets it."""
-    able = {peer.node: peer for peer in idle if _has_kernels(peer, request.quantization)}
-    kept = [able.get(NodeId(node)) for node in request.prefer] if len(request.prefer) == stages else [None] * stages
+    kept = _kept(request, stages, idle)
     others = iter([peer for peer in idle if peer not in kept])
     return [peer if peer is not None else next(others) for peer in kept]
+
+
+def _idle(request: PlanRequest, peers: Sequence[PeerResources]) -> list[PeerResources]:
+    """Who may hold a stage, the best by memory first."""
+    idle = [peer for peer in peers if peer.busy_with is None]
+    return sorted(idle, key=lambda peer: (not _has_kernels(peer, request.quantization), -peer.memory_bytes, peer.name))
+
+
+def _kept(request: PlanRequest, stages: int, idle: Sequence[PeerResources]) -> list[PeerResources | None]:
+    """Who is preferred for each stage, and can hold it."""
+    able = {peer.node: peer for peer in idle if _has_kernels(peer, request.quantization)}
+    return [able.get(NodeId(node)) for node in request.prefer] if len(request.prefer) == stages else [None] * stages
 
 
 def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
@@ -210,14 +262,27 @@ def _check_kernels(chosen: Sequence[PeerResources], quantization: str) -> None:
 
 def _check_capabilities(chosen: Sequence[PeerResources]) -> None:
     """Every stage's peer must speak this ring's dialect."""
-    needed = {SERVE_ONE_STAGE if len(chosen) == 1 else SERVE_N_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET}
     for peer in chosen:
-        missing = needed - peer.capabilities
+        missing = _missing(peer, len(chosen))
         if missing:
             raise LoadRefused(
-                f"peer {peer.name} cannot serve this ring: it lacks {', '.join(sorted(missing))}; "
+                f"peer {peer.name} cannot serve this ring: it lacks {missing}; "
                 "update swarmnode there, or name other peers"
             )
+
+
+def _missing(peer: PeerResources, stages: int) -> str:
+    """What of a ring's dialect it does not speak."""
+    needed = {SERVE_ONE_STAGE if stages == 1 else SERVE_N_STAGE, SERVE_CONCURRENT, SERVE_KV_BUDGET}
+    return ", ".join(sorted(needed - peer.capabilities))
+
+
+def _lacks(peer: PeerResources, quantization: str, stages: int) -> str:
+    """What it would need to declare; nothing where it can hold a stage."""
+    if not _has_kernels(peer, quantization):
+        needed = NEEDED_CAPABILITY[quantization]
+        return f"{needed} for {quantization} weights ({_WHY_LACKING[needed]})"
+    return _missing(peer, stages)
 
 
 def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
@@ -229,13 +294,19 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
     return balanced_boundaries(shape.layer_params, shape.embed_params, shape.head_params, stages)
 
 
-def _budget(shape: ModelShape, request: PlanRequest, stages: tuple[StagePlan, ...], wanted_in_flight: int) -> Plan:
+def _budget(
+    shape: ModelShape,
+    request: PlanRequest,
+    stages: tuple[StagePlan, ...],
+    wanted_in_flight: int,
+    peers: Sequence[PeerResources],
+) -> Plan:
     """Size the KV budget: wanted in flight × a typical chat, lowered to what the smallest stage has room for."""
     least = min(request.min_context_tokens, shape.context_tokens)
     wanted = max(least, wanted_in_flight * request.typical_tokens)
     room = min((_kv_room(stage) for stage in stages), default=wanted)
     if room < least:
-        raise LoadRefused(_too_small(request, stages, least))
+        raise LoadRefused(_too_small(request, stages, least) + _no_help(request, stages, least, peers))
     kv_tokens = min(room, max(wanted, min(room, wanted_in_flight * shape.context_tokens)))
     in_flight = max(1, min(wanted_in_flight, kv_tokens // min(request.typical_tokens, kv_tokens)))
     return Plan(stages, min(shape.context_tokens, kv_tokens), kv_tokens, in_flight)
@@ -254,20 +325,35 @@ def _too_small(request: PlanRequest, stages: tuple[StagePlan, ...], least: int) 
     for index, stage in enumerate(stages):
         price = stage.price
         if _kv_room(stage) < least:
-            states = f"{_mib(price.states)} of recurrent states, " if price.states else ""
+            states = f"{mib(price.states)} of recurrent states, " if price.states else ""
             lines.append(
-                f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {_mib(price.need(least))} on "
-                f"{stage.peer.name}: {_mib(price.weights)} of {_weights(request)} weights, "
-                f"{_mib(least * price.kv_token)} of KV for {least:,} tokens, {states}"
-                f"{_mib(price.worker + price.workspace)} for the worker, 20 % headroom; it offers "
-                f"{_mib(stage.peer.memory_bytes)}"
+                f"stage {index} (layers {stage.first_layer}-{stage.end_layer - 1}) needs {mib(price.need(least))} on "
+                f"{stage.peer.name}: {mib(price.weights)} of {_weights(request)} weights, "
+                f"{mib(least * price.kv_token)} of KV for {least:,} tokens, {states}"
+                f"{mib(price.worker + price.workspace)} for the worker, 20 % headroom; it offers "
+                f"{mib(stage.peer.memory_bytes)}"
             )
     return "too little memory: " + "; ".join(lines) + ". Use more stages, a smaller dtype, or raise --memory"
 
 
+def _no_help(request: PlanRequest, stages: Sequence[StagePlan], least: int, peers: Sequence[PeerResources]) -> str:
+    """Of the others, those that offer enough for the stage that lacks it the most, and why they hold none."""
+    most = max(stage.price.need(least) for stage in stages)
+    chosen = [stage.peer for stage in stages]
+    others = [peer for peer in peers if peer not in chosen and peer.memory_bytes >= most]
+    whys = [f"{peer.name} ({why})" for peer in others if (why := _unable(request, len(stages), peer))]
+    return f". Left out: {', '.join(whys)}" if whys else ""
+
+
+def _unable(request: PlanRequest, stages: int, peer: PeerResources) -> str:
+    """Why it can hold no stage of this ring, whatever it offers; nothing where it can."""
+    if peer.busy_with is not None:
+        return f"busy: it serves {peer.busy_with}"
+    if request.peers:
+        return "the load names others"
+    lacking = _lacks(peer, request.quantization, stages)
+    return f"it lacks {lacking}" if lacking else ""
+
+
 def _weights(request: PlanRequest) -> str:
     return request.dtype if request.quantization == NONE else request.quantization
-
-
-def _mib(count: float) -> str:
-    return f"{count / (1 << 20):,.0f} MiB"

@@ -83,6 +83,11 @@ class StageBytes:
         """All but KV."""
         return self.weights + self.states + self.worker + self.workspace
 
+    def step_gib(self, *, is_last: bool) -> float:
+        """GiB of weights that a step of one row reads: blocks and the last stage's head, which may be the embedding. A
+        script's steps read nothing, and are all the same."""
+        return (self.layers + ((self.head or self.embed) if is_last else 0)) / (1 << 30) or 1.0
+
     def need(self, kv_tokens: int) -> float:
         """Bytes that a peer must offer."""
         return (self.fixed + kv_tokens * self.kv_token) * HEADROOM
@@ -132,3 +137,8 @@ def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization:
         piece += _LOGITS_ROWS * shape.vocab_size * 4
     block = 0 if quantization == NONE or not shape.hidden_size else max(shape.layer_params[first:end]) * size
     return max(piece, block)
+
+
+def mib(count: float) -> str:
+    """Bytes as people are told them."""
+    return f"{count / (1 << 20):,.0f} MiB"

@@ -7,10 +7,12 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.cluster.machine_book import MachineBook
 from swarmnode.cluster.membership import Heard, Left, Membership, NodeState, StateChanged
 from swarmnode.cluster.recent_events import RecentEvents
 from swarmnode.cluster.ring_life_messages import (
@@ -36,6 +38,7 @@ from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
 from swarmnode.roles.restoring import Restoring
 from swarmnode.roles.ring_lifecycle import RingLifecycle
+from swarmnode.roles.ring_measures import RingMeasures
 from swarmnode.roles.ring_record import from_record, to_record
 from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.roles.worker_logs import LogAsks
@@ -64,6 +67,8 @@ RETURN_S = RESUME_S
 """How long a node may be without a connection, as a lane may: routers and Wi-Fi drop them, and it dials again."""
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
+LEFT_OUT_TOLD = 8
+"""Peers without a stage that a load's event names; its status has them all."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
 
 _log = logging.getLogger(__name__)
@@ -106,6 +111,8 @@ class Coordinator:
         self.lifecycle = RingLifecycle(lambda: self.rings.values(), context.settings, self._emit)
         self.restoring = Restoring(lambda model, options: self.start_load(model, options, asked=False), self._emit)
         self.logs = LogAsks(self.post)
+        self.machines = MachineBook()
+        """What was measured of the nodes and the ways between them; learned anew after a restart."""
         self._epoch = 0
         self._membership = Membership()
         self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
@@ -136,7 +143,7 @@ class Coordinator:
             except ValueError as error:
                 _log.warning("a ring of before cannot be taken over: %s", error)
                 continue
-            ring = LoadedRing(planned, self.post, self._ring_over, adopted=True)
+            ring = self._new_ring(planned, adopted=True)
             self._epoch = max(self._epoch, planned.specs[0].epoch[0])
             self.rings[ring.ring] = ring
             self.restoring.up(ring)
@@ -188,12 +195,14 @@ class Coordinator:
         self._epoch += 1
         planned, leaving = self.plan_load(model, options, evict=asked)
         self.lifecycle.evict(leaving, model)
-        ring = LoadedRing(planned, self.post, self._ring_over)
+        ring = self._new_ring(planned)
         self.rings[ring.ring] = ring
         self.ended.pop(model, None)
         self.restoring.begun(ring, options, asked=asked)
         self._nursery.start_soon(self.lifecycle.serve, ring, leaving)
-        self._emit("ring_loading", {"model": model, "ring": ring.ring, "stages": len(ring.specs)})
+        without = {left.name: left.why for left in planned.plan.left_out[:LEFT_OUT_TOLD]}
+        told = {"model": model, "ring": ring.ring, "stages": len(ring.specs), "left_out": without}
+        self._emit("ring_loading", told)
         self._nursery.start_soon(self._keep_when_ready, ring)
         return ring
 
@@ -206,10 +215,15 @@ class Coordinator:
         check_architecture(self.registry, manifest, options)
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
-            return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch)
+            measured = partial(self.machines.seen, now=trio.current_time())
+            return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch, measured)
 
         planned, leaving = self.lifecycle.find_room(self.members.values(), plan, evict=evict)
         return with_sources(planned, self.members.values()), leaving
+
+    def _new_ring(self, planned: PlannedRing, *, adopted: bool = False) -> LoadedRing:
+        measures = RingMeasures(self.machines, planned)
+        return LoadedRing(planned, self.post, self._ring_over, adopted=adopted, measures=measures)
 
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]
@@ -283,6 +297,7 @@ class Coordinator:
         record = await self.enrolment.remove(name)
         self._controls.tell_all(self.enrolment.revoked())
         self.tell_places()
+        self.machines.forget(record.node)
         return record
 
     def tell_places(self) -> None:
@@ -331,9 +346,18 @@ class Coordinator:
                 ring = self.rings.get(RingId(held.ring))
                 if ring is not None and ring.stage_of(identity.node) == held.stage:
                     ring.take_links(held.stage, held.links)
+            self.machines.note_link(identity.node, self.context.identity.node, member.beat.round_trip_ms)
+            self._tell_stragglers()
             self._note_lost(identity.node, {held.ring for held in member.beat.stages})
             if came:
                 self.restoring.room_changed()
+
+    def _tell_stragglers(self) -> None:
+        for change in self.machines.events():
+            member = self.members.get(change.node)
+            if member is not None:
+                name = "straggler" if change.straggles else "straggler_recovered"
+                self._emit(name, {"name": member.identity.name, "times": round(change.times, 1)})
 
     def _note_lost(self, node: NodeId, held: set[str]) -> None:
         """A node of a ring that was away, or whose coordinator was, is back: it may have lost its stage meanwhile."""
@@ -355,6 +379,7 @@ class Coordinator:
             async with open_flat_nursery() as nursery:
                 member = Member(identity, nursery.cancel_scope, channel.route)
                 self.members[identity.node] = member
+                self.machines.came(identity.node, identity.boot)
                 self._driver.feed(Heard(identity.node, identity.boot))
                 self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
                 nursery.start_soon(member.outbox.run, channel)

@@ -25,7 +25,7 @@ from swarmnode.ids import ModelId, NodeId, RequestId
 from swarmnode.ring.work import Sampling
 from swarmnode.roles.counted import counted
 from swarmnode.roles.performance_report import performance_report
-from swarmnode.roles.plan_report import plan_report
+from swarmnode.roles.plan_report import left_out_report, plan_report
 from swarmnode.wire.routes import RELAYED
 from swarmnode.wire.traffic import Route
 
@@ -154,7 +154,7 @@ class Gateway:
         ring = self._coordinator.ring_of(model_id)
         about: dict[str, Any] = {"stages": [], **self._condition(model_id)}
         if ring is not None:
-            about |= self._ring_status(ring)
+            about |= self._ring_status(ring) | {"left_out": left_out_report(ring.plan)}
         return about
 
     def _condition(self, model: ModelId) -> dict[str, Any]:
@@ -182,6 +182,7 @@ class Gateway:
                 "address": member.identity.listen[0] if member.identity.listen else None,
                 "route": member.route,
                 "silence_s": round(coordinator.silence_s(member.node) or 0.0, 2),
+                "straggles": coordinator.machines.straggles(member.node),
                 **(member.beat.model_dump() if member.beat is not None else {}),
                 **self._in_use(member.node),
             }
@@ -330,6 +331,8 @@ async def _events(
         event = await stream.next()
         note(event)
         if isinstance(event, Done):
+            if stream.alone:
+                ring.measures.replied(event.completion_tokens, event.timing, trio.current_time())
             yield replace(event, timing={**event.timing, "route": ring.route})
             return
         yield event

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.cluster.machine_book import MachineBook
 from swarmnode.cluster.ring_life import RingLife, RingState
 from swarmnode.cluster.ring_life_messages import (
     Progress,
@@ -30,6 +31,7 @@ from swarmnode.cluster.ring_life_messages import (
 from swarmnode.driver import Driver
 from swarmnode.errors import ModelUnloading, StageLost, StreamClosed, SwarmError, from_wire
 from swarmnode.roles.requests import RequestStream
+from swarmnode.roles.ring_measures import RingMeasures
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.deadlines import DRAIN_S
 from swarmnode.wire.frames import Frame
@@ -64,8 +66,9 @@ class LoadedRing:
         on_over: Callable[[LoadedRing], None],
         *,
         adopted: bool = False,
+        measures: RingMeasures | None = None,
     ) -> None:
-        """`adopted`: its stages were loaded for a coordinator before this one."""
+        """`adopted`: its stages were loaded for a coordinator before this one. `measures` hears what they measure."""
         self.planned = planned
         self.specs = planned.specs
         self.plan = planned.plan
@@ -84,6 +87,7 @@ class LoadedRing:
         self.settled = trio.Event()
         """Ready, or failed for good."""
         self.over = trio.Event()
+        self.measures = measures or RingMeasures(MachineBook(), planned)
         nodes = [stage.peer.node for stage in self.plan.stages]
         self.life = RingLife(nodes, trio.current_time(), adopted=adopted)
         self._post = post
@@ -168,6 +172,7 @@ class LoadedRing:
     def take_ready(self, stage: int, report: ReadyStage) -> None:
         """A stage has loaded and measured itself."""
         self.ready[stage] = report
+        self.measures.loaded(stage, report, trio.current_time())
         if report.kv_tokens < self.plan.kv_tokens:
             _log.warning(
                 "%s: stage %d has room for %d tokens of KV, %d were planned",
@@ -195,6 +200,8 @@ class LoadedRing:
         opened = Frame("open", {"request": request, "ring": self.ring}, pack_body(body))
         cancel = Frame("cancel", {"request": request})
         stream = RequestStream(request, lambda: self._post(self.head, cancel))
+        for other in (stream, *self.requests.values()) if self.requests else ():
+            other.alone = False
         self.requests[request] = stream
         self._post(self.head, opened)
         return stream
@@ -203,6 +210,7 @@ class LoadedRing:
         """While a stage is being linked anew, its lanes are on no route: what they were stays known."""
         if links and all(link.route for link in links):
             self.links[stage] = links
+            self.measures.linked(stage, links)
 
     @property
     def route(self) -> str:

@@ -19,6 +19,7 @@ from swarmnode.roles.worker_logs import KeptLogs
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.connection import REMOVED
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.link_meter import LinkMeter
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.routes import DIRECT, worst
 
@@ -73,6 +74,8 @@ class Peer:
         self._logs = KeptLogs()
         self._outbox = Outbox()
         self._connected = False
+        self._beats = LinkMeter()
+        """Of the present connection's beats and their answers."""
         self._holding: trio.Nursery | None = None
         self._patience = trio.CancelScope()
         """Of the stages that wait for their coordinator."""
@@ -207,7 +210,9 @@ class Peer:
 
     async def _send_beats(self, control: Channel) -> None:
         seq = 0
+        self._beats = LinkMeter()
         while True:
+            trip_s = self._beats.round_trip_s
             header = {"node": self._context.identity.node, "boot": self._context.identity.boot, "seq": seq}
             body = {
                 "memory_bytes": self._resources.memory_bytes,
@@ -215,7 +220,9 @@ class Peer:
                 "threads": self._resources.threads,
                 "stages": self.snapshot(),
                 "models": self._store.models()[:MAX_MODELS_KEPT],
+                "round_trip_ms": None if trip_s is None else round(trip_s * 1e3, 2),
             }
+            self._beats.sent(seq, 0, trio.current_time())
             await control.send(Frame("beat", header, pack_body(body)))
             seq += 1
             await trio.sleep(BEAT_INTERVAL_S)
@@ -231,7 +238,9 @@ class Peer:
                 raise LinkBroken(f"the coordinator answered no beat for {DEAD_S:g} s") from None
             except trio.EndOfChannel:
                 raise LinkBroken("the coordinator closed the connection") from None
-            if frame.kind == "revoked":
+            if frame.kind == "heard":
+                self._beats.acknowledged(frame.header["seq"] + 1, trio.current_time())
+            elif frame.kind == "revoked":
                 self._member.take_revoked(unpack_body(frame.body))
             elif frame.kind == "places":
                 self._coordinators = self._member.take_places(unpack_body(frame.body), self._context.roads.places)

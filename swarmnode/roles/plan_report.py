@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarmnode.cluster.placement import StagePlan
+    from swarmnode.cluster.placement import Plan, StagePlan
     from swarmnode.roles.planning import PlannedRing
 
 
@@ -21,7 +21,26 @@ def plan_report(planned: PlannedRing) -> dict[str, Any]:
         "context_tokens": plan.context_tokens,
         "kv_tokens": plan.kv_tokens,
         "max_in_flight": plan.max_in_flight,
+        "predicted": _pace(plan),
+        "left_out": left_out_report(plan),
         "stages": [_stage(index, stage, plan.kv_tokens) for index, stage in enumerate(plan.stages)],
+    }
+
+
+def left_out_report(plan: Plan) -> list[dict[str, str]]:
+    """Why each other peer got no stage."""
+    return [{"node": left.node, "peer": left.name, "reason": left.reason, "why": left.why} for left in plan.left_out]
+
+
+def _pace(plan: Plan) -> dict[str, Any] | None:
+    """What a token takes by what was measured; None where no step was."""
+    if plan.pace is None:
+        return None
+    return {
+        "round_ms": round(plan.pace.round_ms, 2),
+        "bottleneck_ms": round(plan.pace.bottleneck_ms, 2),
+        "stage_ms": [round(ms, 2) for ms in plan.pace.stage_ms],
+        "hop_ms": [round(ms, 2) for ms in plan.pace.hop_ms],
     }
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.planning import check_codecs, stage_files
+from swarmnode.cluster.machine_book import Weights
+from swarmnode.cluster.measured import NOTHING_MEASURED
 from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, default_quantization, degraded
@@ -16,11 +18,12 @@ from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
     from swarmnode.catalog.registry import Registry
+    from swarmnode.cluster.measured import Measured
     from swarmnode.cluster.placement import PeerResources
     from swarmnode.config import Settings
     from swarmnode.ids import RingId
@@ -86,11 +89,13 @@ def plan_ring(
     settings: Settings,
     ring: RingId,
     epoch: int,
+    measured: Callable[[Weights], Measured] = lambda _: NOTHING_MEASURED,
 ) -> PlannedRing:
-    """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
+    """Place the model; raises LoadRefused or PeerNotFound before anything is sent. `measured` says what is known of the
+    peers for steps over some weights."""
     check_codecs(manifest)
     asked = _asked_quantization(manifest, options)
-    plan, request, notice = _place(manifest, options, offers, settings, asked)
+    plan, request, notice = _place(manifest, options, Swarm(offers, measured), settings, asked)
     layers = manifest.architecture.num_layers
     specs = tuple(
         LoadSpec(
@@ -127,8 +132,16 @@ def _asked_quantization(manifest: Manifest, options: LoadOptions) -> str:
     return options.quantization or default_quantization(manifest.quantization)
 
 
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    """What there is to place on."""
+
+    offers: Sequence[PeerResources]
+    measured: Callable[[Weights], Measured]
+
+
 def _place(
-    manifest: Manifest, options: LoadOptions, offers: Sequence[PeerResources], settings: Settings, asked: str
+    manifest: Manifest, options: LoadOptions, swarm: Swarm, settings: Settings, asked: str
 ) -> tuple[Plan, PlanRequest, str]:
     """With the quantization that was asked, else where too few peers have its kernels with the next best one (Q1)."""
     lacking = ""
@@ -144,7 +157,8 @@ def _place(
             prefer=options.prefer,
         )
         try:
-            plan = plan_load(model_shape(manifest), request, offers)
+            measured = swarm.measured(Weights(manifest.model_id, request.dtype, method))
+            plan = plan_load(model_shape(manifest), request, swarm.offers, measured)
         except LacksKernels as error:
             lacking += f"{error.message}; "
         except LoadRefused as error:

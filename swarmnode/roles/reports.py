@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Name = Annotated[str, Field(max_length=128)]
 Size = Annotated[str, Field(pattern="^[1-9][0-9]{0,3}$")]
 Milliseconds = Annotated[float, Field(gt=0, lt=1e7, allow_inf_nan=False)]
+Measure = Annotated[float, Field(ge=0, lt=1e7, allow_inf_nan=False)]
 CostTable = Annotated[dict[Size, Milliseconds], Field(max_length=16)]
 Gauges = Annotated[dict[Name, Count], Field(max_length=64)]
 
@@ -41,8 +42,8 @@ class LaneLink(_Report):
     lane: Name
     route: Literal["", "direct", "relayed", "polled"]
     """The worst of its legs; empty while it is not up yet."""
-    round_trip_ms: float | None = None
-    mbit_per_s: float | None = None
+    round_trip_ms: Measure | None = None
+    mbit_per_s: Measure | None = None
     compressed: bool = False
     frames: Count = 0
     bytes: Count = 0
@@ -78,6 +79,8 @@ class Beat(_Report):
     stages: list[StageHeld] = Field(max_length=MAX_STAGES_HELD)
     models: list[Name] = Field(default=[], max_length=MAX_MODELS_KEPT)
     """Those whose files it can share."""
+    round_trip_ms: Measure | None = None
+    """Of its own beats, as it measured them."""
 
 
 class StepCosts(_Report):

@@ -31,6 +31,8 @@ class RequestStream:
         self.request = request
         self.accepted = False
         self.ended = False
+        self.alone = True
+        """No other request ran on its ring meanwhile."""
         self._cancel = cancel
         self._send, self._receive = trio.open_memory_channel["ChatEvent | SwarmError"](MAX_UNREAD_EVENTS)
 

@@ -38,13 +38,17 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
         case "peer_left":
             return f"{values['name']} left"
         case "ring_loading":
-            return f"{values['model']} is being loaded over {values['stages']} stages"
+            return f"{values['model']} is being loaded over {values['stages']} stages{_without(values.get('left_out'))}"
         case "ring_ready":
             return f"{values['model']} is ready"
         case "ring_idle":
             return f"{values['model']} was idle for {values['idle_s']:g} s and is being unloaded"
         case "ring_evicted":
             return f"{values['model']} is being unloaded to make room for {values['for']}"
+        case "straggler":
+            return f"{values['name']} is {values['times']} times as slow as the others: loads will avoid it"
+        case "straggler_recovered":
+            return f"{values['name']} is about as fast as the others again"
         case "fetched":
             return f"{values['model']}: fetched for stage {values['stage']}: {_sources(values['bytes'])}"
         case "ring_over":
@@ -68,6 +72,12 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"who coordinates is decided by {_names(values['voters'])}"
         case _:
             return f"{event} " + ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _without(left_out: object) -> str:
+    """Peers that got no stage, and why; names and reasons are others' words."""
+    whys = left_out.items() if isinstance(left_out, dict) else ()
+    return "".join(f"; without {plain(str(name))}: {plain(str(why))}" for name, why in whys)
 
 
 def _names(voters: object) -> str:

@@ -117,7 +117,7 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
         silence_s = node.get("silence_s")
         table.add_row(
             literal(node.get("name") or node.get("node")),
-            state_text(node.get("state")),
+            state_text(node.get("state")).append(" slow" if node.get("straggles") else "", style="yellow"),
             literal("+".join(node.get("roles") or []) or None),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),

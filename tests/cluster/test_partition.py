@@ -39,6 +39,28 @@ def test_no_cut_has_a_smaller_peak_or_is_more_even(
     assert rank(costs, first, last, balanced_boundaries(costs, first, last, stages)) == best
 
 
+@settings(deadline=None)
+@given(
+    costs=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    last=st.integers(0, 120),
+    data=st.data(),
+)
+def test_no_cut_over_uneven_stages_has_a_smaller_peak(costs: list[int], last: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    paces = data.draw(st.lists(st.integers(1, 20), min_size=stages, max_size=stages))
+
+    def peak(cut: tuple[int, ...]) -> int:
+        return max(cost * pace for cost, pace in zip(stage_costs(costs, 0, last, cut), paces, strict=True))
+
+    best = min(map(peak, combinations(range(1, len(costs)), stages - 1)))
+    assert peak(balanced_boundaries(costs, 0, last, stages, paces)) == best
+
+
+def test_a_stage_that_is_three_times_as_fast_gets_three_times_as_much() -> None:
+    assert balanced_boundaries([1] * 12, 0, 0, 2, [1.0, 3.0]) == (9,)
+    assert balanced_boundaries([1] * 12, 0, 0, 2, [3.0, 1.0]) == (3,)
+
+
 @pytest.mark.parametrize(
     ("costs", "first", "last", "stages", "expected"),
     [

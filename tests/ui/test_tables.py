@@ -155,6 +155,12 @@ def test_a_peer_that_was_told_nothing_says_auto() -> None:
     assert ["pc-1", "alive", "peer", "-", "-", "-", "auto", "-", "auto", "-"] in rows
 
 
+def test_ps_marks_a_straggler() -> None:
+    peers = [{"name": name, "state": "alive", "straggles": name == "den"} for name in ("den", "desk")]
+    rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]
+    assert [row[:3] for row in rows[1:3]] == [["den", "alive", "slow"], ["desk", "alive", "-"]]
+
+
 @pytest.mark.parametrize("width", [80, 60])
 def test_a_narrow_terminal_loses_columns_not_letters(width: int) -> None:
     text = shown(ps_view(NODES), width=width)
@@ -255,9 +261,22 @@ def test_l5_a_plan_says_what_every_stage_needs_part_by_part() -> None:
     )
     assert all(text in lines[-2] for text in ("pc-1", "0-14", "900 MiB", "2.0 GiB", "150 MiB", "90.0 MiB"))
     assert lines[-1] == "served with nf4"
+    assert "a token" not in lines[0]
     lines = shown(plan_view(plan | {"evicts": ["old", "older"]}), width=200).splitlines()
     assert lines[-2] == "it would take the place of old, older"
     assert "900 MiB" in shown(plan_view(plan), width=70)
+
+
+def test_a_plan_says_how_fast_it_is_and_why_peers_were_left_out() -> None:
+    left_out = [{"node": "n", "peer": "cellar\x1b[2J", "reason": "slower", "why": "measured slower: [b]90.0 ms[/b]"}]
+    left_out += [{"node": "n", "peer": f"pc-{i}", "reason": "not_needed", "why": "not needed"} for i in range(9)]
+    plan = {"id": "m", "stages": [], "predicted": {"round_ms": 23.04, "bottleneck_ms": 20.0}, "left_out": left_out}
+    lines = shown(plan_view(plan), width=200).splitlines()
+    assert lines[0].endswith("about 23.0 ms a token")
+    assert [line for line in lines if line.startswith("without cellar")] == [
+        "without cellar?[2J: measured slower: [b]90.0 ms[/b]"
+    ]
+    assert lines[-2:] == ["without pc-6: not needed", "without 2 more; --json lists them"]
 
 
 def test_ps_says_what_became_of_a_ring_that_was_lost() -> None:

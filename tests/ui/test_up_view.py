@@ -63,6 +63,13 @@ def test_a_narrow_terminal_gets_as_many_lines_each_cut() -> None:
 def test_events_as_sentences() -> None:
     assert sentence("coordinator_lost", {"reason": "gone"}) == "not connected to the coordinator: gone; trying again"
     assert sentence("ring_evicted", {"model": "a", "for": "b"}) == "a is being unloaded to make room for b"
+    loading = {"model": "a", "stages": 2, "left_out": {"den": "busy: it serves b", "x\x1b[2J": "far"}}
+    assert sentence("ring_loading", loading) == (
+        "a is being loaded over 2 stages; without den: busy: it serves b; without x?[2J: far"
+    )
+    assert sentence("ring_loading", loading | {"left_out": {}}) == "a is being loaded over 2 stages"
+    assert sentence("straggler", {"name": "den", "times": 4.5}).startswith("den is 4.5 times as slow as the others")
+    assert sentence("straggler_recovered", {"name": "den", "times": 1.1}).startswith("den is about as fast")
     assert sentence("ring_idle", {"model": "a", "idle_s": 900}) == "a was idle for 900 s and is being unloaded"
     assert sentence("ring_over", {"model": "a", "error": None}) == "a is no longer loaded"
     assert sentence("ring_restoring", {"model": "a", "why": "b is gone"}) == "a is being loaded again: b is gone"
