@@ -141,7 +141,7 @@ async def refusal(house: House, machine: Machine, identity: Identity, kind: str)
         try:
             async with machine.transport.dial(house.address, kind, identity) as channel:
                 if kind == "control":
-                    header = {"node": identity.node, "boot": identity.boot, "seq": 0}
+                    header = {"node": identity.node, "boot": identity.boot, "incarnation": 1, "seq": 0, "table": [0, 0]}
                     await channel.send(Frame("beat", header, pack_body(OFFER)))
                 while True:
                     await channel.receive()

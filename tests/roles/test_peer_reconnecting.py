@@ -34,6 +34,8 @@ WATCHED_S = 120.0
 class NoMembership:
     """A peer's membership on links that prove nothing."""
 
+    incarnation = 1
+
     async def keep_certified(self, post: Any) -> None:
         await trio.sleep_forever()
 
