@@ -90,6 +90,11 @@ class Forgotten:
     node: NodeId
 
 
+def next_incarnation(own: int, above: int = 0) -> int:
+    """What a node says from now on that said `own`: at its next start, or because it counts as dead at `above`."""
+    return max(own, above) + 1
+
+
 MembershipInput = Heard | Connected | Parted | Left | Late
 MembershipEvent = StateChanged | Forgotten
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cryptography import x509
 
+from swarmnode.cluster.membership import next_incarnation
 from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
 from swarmnode.private_files import read_bounded, write_private
 from swarmnode.wire import certificates as certs
@@ -116,7 +117,7 @@ class NodeIdentity:
 
     def next_incarnation(self, above: int = 0) -> int:
         """One more than any before, and than `above`: on disk before anybody hears of it."""
-        value = max(self.incarnation(), above) + 1
+        value = next_incarnation(self.incarnation(), above)
         write_private(self.folder / "incarnation", str(value).encode())
         return value
 
