@@ -160,6 +160,7 @@ class Gateway:
         coordinator = self._coordinator
         identity = coordinator.context.identity
         me = {"node": identity.node, "name": identity.name, "roles": list(identity.roles), "state": "alive"}
+        me["health"] = coordinator.health.score
         peers = [
             {
                 "node": member.node,

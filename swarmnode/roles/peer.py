@@ -126,6 +126,7 @@ class Peer:
                 "pid": host.worker.pid if host.worker is not None else None,
                 "gauges": host.gauges,
                 "links": host.links,
+                "activity": host.activity(),
             }
             for ring, host in self._hosts.items()
         ]

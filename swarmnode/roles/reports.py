@@ -56,6 +56,16 @@ class LaneLink(_Report):
 Links = Annotated[list[LaneLink], Field(max_length=MAX_LANES)]
 
 
+class Activity(_Report):
+    """What a model's stage 0 did (`HeadActivity`)."""
+
+    requests: Count
+    running: Count
+    tokens_per_s: float = Field(ge=0, lt=1e9, allow_inf_nan=False)
+    last_ttft_s: float | None = Field(default=None, ge=0, lt=1e9, allow_inf_nan=False)
+    idle_s: float = Field(ge=0, lt=1e9, allow_inf_nan=False)
+
+
 class StageHeld(_Report):
     """One stage on its peer."""
 
@@ -66,6 +76,8 @@ class StageHeld(_Report):
     pid: Count | None = None
     gauges: Gauges = {}
     links: Links = []
+    activity: Activity | None = None
+    """Of stage 0."""
 
 
 class LinkedStage(_Report):
