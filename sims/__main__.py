@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from sims.report import lines
-from sims.scenarios import chats, failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios import chats, churn, failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,9 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     added = scenario("mixed", mixed, lambda chosen: mixed.run(chosen.seed, chosen.jitter))
     added.add_argument("--jitter", type=float, default=0.0, help="varies every step by ± this share of it")
     scenario("jitter", jitter, lambda chosen: jitter.run(chosen.seed))
-    added = scenario("failover", failover, lambda chosen: failover.run(chosen.voters, chosen.failovers, chosen.seed))
+    added = scenario("failover", failover, _run_failover)
+    added.add_argument("--nodes", type=_positive, default=5, help="machines that have to find the new coordinator")
     added.add_argument("--voters", type=_positive, default=3)
     added.add_argument("--failovers", type=_positive, default=1000)
+    added = scenario("churn", churn, lambda chosen: churn.run(chosen.nodes, chosen.seconds, chosen.seed))
+    added.add_argument("--nodes", type=_positive, default=50)
+    added.add_argument("--seconds", type=_positive, default=600)
     added = scenario("chats", chats, lambda chosen: chats.run(chosen.seed, prefix_reuse=chosen.prefix_reuse))
     added.add_argument("--prefix-reuse", action=argparse.BooleanOptionalAction, default=True, help="park and continue")
     scenario("slow-uplink", slow_uplink, lambda chosen: slow_uplink.run(chosen.seed))
@@ -71,6 +75,10 @@ def _two_pcs_flags(added: argparse.ArgumentParser) -> None:
     added.add_argument("--jitter", type=float, default=0.0, help="varies every step by ± this share of it")
     added.add_argument("--grid", action="store_true", help="users × round trips, both schedules against the bound")
     added.add_argument("--source-figures", action="store_true", help="what the source measured, and the flags of each")
+
+
+def _run_failover(chosen: argparse.Namespace) -> dict[str, Any]:
+    return failover.run(chosen.voters, chosen.failovers, chosen.seed, chosen.nodes)
 
 
 def _run_two_pcs(chosen: argparse.Namespace) -> dict[str, Any]:

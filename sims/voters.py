@@ -5,13 +5,12 @@ The voters are `cluster/election.py` itself. Everything is drawn from one seed, 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING
 
+from sims.timeline import Stuck, Timeline, Violation
 from swarmnode.cluster.election import Election
 from swarmnode.cluster.election_messages import (
     Arrived,
@@ -32,10 +31,6 @@ from swarmnode.cluster.election_messages import (
 from swarmnode.cluster.fence import Fence
 from swarmnode.errors import StaleTerm
 from swarmnode.ids import NodeId
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 LATE_COMMAND_S = 5.0
 """A command's mean way to a peer: long enough that elections overtake it."""
@@ -69,15 +64,7 @@ class Voter:
     timer: int = 0
 
 
-class Violation(AssertionError):
-    """A promise of the election was broken."""
-
-
-class Stuck(Violation):
-    """Nothing was broken, but nothing went on either."""
-
-
-class VotersWorld:
+class VotersWorld(Timeline):
     """Runs voters until a second, keeps what they promised, and raises Violation where they break it."""
 
     def __init__(
@@ -89,7 +76,7 @@ class VotersWorld:
         machine: type[Election] = Election,
         fence: type[Fence] = Fence,
     ) -> None:
-        self.now_s = 0.0
+        super().__init__()
         self.random = Random(seed)
         self.weather = weather or Weather()
         self.acknowledged: set[int] = set()
@@ -113,8 +100,6 @@ class VotersWorld:
         self._machine = machine
         self._waiting: dict[NodeId, dict[int, int]] = {name: {} for name in names}
         """By coordinator: write → the version that must be committed before it is acknowledged."""
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
         for name in names:
             self.start(name)
 
@@ -212,15 +197,6 @@ class VotersWorld:
         self.obeyed.append(term)
 
     # time
-
-    def at(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (seconds, next(self._order), action))
-
-    def run_until(self, end_s: float) -> None:
-        while self._queue and self._queue[0][0] <= end_s:
-            self.now_s, _, action = heapq.heappop(self._queue)
-            action()
-        self.now_s = end_s
 
     def coordinator(self) -> NodeId | None:
         """The running voter that coordinates, of the latest term."""

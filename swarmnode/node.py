@@ -131,7 +131,7 @@ class _Node:
 
     async def run(self) -> None:
         kept = NodeIdentity.open(self._settings.data_dir)
-        identity = await _identity(self._options, kept.node)
+        identity = await _identity(self._options, kept.node, kept.next_incarnation())
         await self._become_member(kept, identity)
         ballot = Ballot(self._settings.data_dir / STATE_FILE)
         may_coordinate = COORDINATOR in self._options.roles or self._options.voter or ballot.exists
@@ -343,13 +343,14 @@ def _end_in_time(scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _identity(options: NodeOptions, node: NodeId) -> Identity:
+async def _identity(options: NodeOptions, node: NodeId, incarnation: int) -> Identity:
     return Identity(
         node=node,
         boot=BootId(uuid.uuid4().hex),
         name=options.name or _host_name(os.uname().nodename, node),
         roles=options.roles,
         capabilities=await find_capabilities(options.resources.device) if PEER in options.roles else (),
+        incarnation=incarnation,
     )
 
 

@@ -120,9 +120,9 @@ async def test_a_real_machine_on_the_driver(autojump_clock: trio.testing.MockClo
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(driver.run)
-        driver.feed(Heard(NodeId("attic"), BootId("b")))
+        driver.feed(Heard(NodeId("attic"), BootId("b"), 1))
         await trio.sleep(4)
-        driver.feed(Heard(NodeId("attic"), BootId("b")))
+        driver.feed(Heard(NodeId("attic"), BootId("b"), 1))
         await trio.sleep(60)
         nursery.cancel_scope.cancel()
     states = [state for _, state in changes]

@@ -128,7 +128,7 @@ def ps(api: ApiOption = DEFAULT_API, token: TokenOption = None, json_output: Jso
     """Show the nodes, the rings with their stages, memory and sessions."""
     from swarmnode.ui.tables import ps_view
 
-    answer = ApiClient(api, token=token).get("/api/v1/nodes")
+    answer = ApiClient(api, token=token).get("/api/v1/nodes?last_known=1")
     if json_output:
         print_json(answer)
     else:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.screen import Screen
 
-NODES = "/api/v1/nodes"
+NODES = "/api/v1/nodes?last_known=1"
 SILENCE_S = 5.0
 """A coordinator that needs longer for its own list is in trouble; the screen says so instead of waiting."""
 KEYS = {b"\x1b[A": UP, b"\x1bOA": UP, b"k": UP, b"\x1b[B": DOWN, b"\x1bOB": DOWN, b"j": DOWN}

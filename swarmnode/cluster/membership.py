@@ -1,4 +1,10 @@
-"""Who is in the swarm: alive, suspect, dead or gone, by what was heard from each node and when."""
+"""Who is in the swarm: alive, suspect, dead or gone, by what was heard from each node and when.
+
+What is believed of a node is ordered by its incarnation, which it alone counts up, with every start and whenever it
+learns that it counts as dead; at one incarnation dead stands above all that is heard. So neither a frame that comes
+late nor one of an earlier process brings back who is gone. A suspicion is this node's own and needs no such answer:
+the next frame that it hears ends it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from swarmnode.cluster.local_health import LATE_S, MAX_SCORE, TICK_S
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
@@ -16,10 +23,10 @@ SUSPECT_S = 6.0
 """Three beats missed: shown, not acted on; a node that is slow is not a node that is dead."""
 DEAD_S = 15.0
 """Silence beyond this ends the node's rings; a stalled uplink of a few seconds must not."""
+RETURN_S = 3.0
+"""How long a node may be without a connection, as a lane may: routers and Wi-Fi drop them, and it dials again."""
 FORGET_S = 600.0
-"""A dead node, or a boot that another followed, is then as one never seen: by now its connections are gone, too."""
-MAX_REPLACED = 1024
-"""Boots remembered that others followed; whoever makes up new ones without end drives out the oldest."""
+"""A dead node is then as one never seen: by now its connections are gone, too."""
 
 
 class NodeState(Enum):
@@ -28,12 +35,27 @@ class NodeState(Enum):
     DEAD = "dead"
 
 
-_PATIENCE_S = {NodeState.ALIVE: SUSPECT_S, NodeState.SUSPECT: DEAD_S, NodeState.DEAD: FORGET_S}
-
-
 @dataclass(frozen=True, slots=True)
 class Heard:
     """Any authenticated progress of a node counts as life, not only its beats."""
+
+    node: NodeId
+    boot: BootId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A new connection of the node is up, which is life as well; a parting is over."""
+
+    node: NodeId
+    boot: BootId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """The node's connection ended: it is gone unless it is back within RETURN_S."""
 
     node: NodeId
     boot: BootId
@@ -48,87 +70,172 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """How late this node's own loop is (`LocalHealth.score`): it waits 1 + score times as long before it judges."""
+
+    score: int
+
+
+@dataclass(frozen=True, slots=True)
 class StateChanged:
     node: NodeId
     boot: BootId
     state: NodeState
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The node was dead for FORGET_S."""
+
+    node: NodeId
+
+
+def next_incarnation(own: int, above: int = 0) -> int:
+    """What a node says from now on that said `own`: at its next start, or because it counts as dead at `above`."""
+    return max(own, above) + 1
+
+
+MembershipInput = Heard | Connected | Parted | Left | Late
+MembershipEvent = StateChanged | Forgotten
+
+
 @dataclass(slots=True)
 class _Entry:
     boot: BootId
+    incarnation: int
     heard_s: float
+    """Moved on by every stall of this node's own: in that time nothing could be heard."""
+    parted_s: float | None = None
     state: NodeState = NodeState.ALIVE
 
 
 class Membership:
-    """A `Machine[Heard | Left, Never, StateChanged]`. A new boot id of a node declares the old boot dead first."""
+    """A `Machine[MembershipInput, Never, MembershipEvent]`. A new boot of a node declares the old one dead first.
+
+    Silence counts only while this node listens: it asks to be run every TICK_S, and where that comes late, the time
+    between is nobody's silence, and nobody is judged before one more tick in which what arrived meanwhile is read. (Not
+    twice in a row: a loop that is always late still judges in the end.)
+    """
 
     def __init__(self) -> None:
         self._entries: dict[NodeId, _Entry] = {}
-        self._replaced: dict[BootId, float] = {}
-        """Boots that a newer one of their node followed, and when: what is still read from their connections is no
-        life."""
-        self._events: list[StateChanged] = []
+        self._factor = 1
+        self._ran_s = 0.0
+        self._judge_at_s = 0.0
+        self._put_off = False
+        """Nobody was judged since the last stall."""
+        self._events: list[MembershipEvent] = []
 
     def state(self, node: NodeId) -> NodeState:
         entry = self._entries.get(node)
         return entry.state if entry is not None else NodeState.DEAD
 
     def silence_s(self, node: NodeId, now: float) -> float | None:
-        """Seconds since the node was last heard; None for a node never seen."""
+        """Seconds for which nothing was heard of the node while this one listened; None for a node never seen."""
         entry = self._entries.get(node)
         return None if entry is None else now - entry.heard_s
 
-    def receive(self, message: Heard | Left, now: float) -> None:
-        entry = self._entries.get(message.node)
-        if isinstance(message, Left):
-            if entry is not None and entry.boot == message.boot:
-                self._change(message.node, entry, NodeState.DEAD)
-            return
-        if message.boot in self._replaced:
-            return
-        if entry is None or entry.boot != message.boot:
-            if entry is not None:
-                self._replace(entry.boot, now)
-                self._change(message.node, entry, NodeState.DEAD)
-            self._entries[message.node] = _Entry(message.boot, now)
-            self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))
-        else:
-            # a dead node's connections were closed, so what is heard now came over new ones: it is back
-            entry.heard_s = now
-            self._change(message.node, entry, NodeState.ALIVE)
+    def above(self, said: Heard) -> int | None:
+        """The incarnation that the sender of `said` must pass before it counts as alive; None: it does."""
+        entry = self._entries.get(said.node)
+        if entry is None or (entry.boot == said.boot and entry.state is not NodeState.DEAD):
+            return None
+        return entry.incarnation
+
+    def receive(self, message: MembershipInput, now: float) -> None:
+        self._listen(now)
+        match message:
+            case Late(score):
+                self._factor = 1 + min(score, MAX_SCORE)
+            case Heard():
+                self._hear(message, now)
+            case Connected():
+                self._hear(message, now)
+                entry = self._entries[message.node]
+                if entry.boot == message.boot:
+                    entry.parted_s = None
+            case Parted():
+                parted = self._entries.get(message.node)
+                if parted is not None and parted.boot == message.boot and parted.state is not NodeState.DEAD:
+                    parted.parted_s = now
+            case Left():
+                left = self._entries.get(message.node)
+                if left is not None and left.boot == message.boot:
+                    self._change(message.node, left, NodeState.DEAD)
 
     def handle_timer(self, now: float) -> None:
-        for boot in [boot for boot, at_s in self._replaced.items() if now - at_s >= FORGET_S]:
-            del self._replaced[boot]
+        self._listen(now)
+        judges = now >= self._judge_at_s
+        self._put_off = self._put_off and not judges
         for node, entry in list(self._entries.items()):
-            silence_s = now - entry.heard_s
             if entry.state is NodeState.DEAD:
-                if silence_s >= FORGET_S:
+                if now - entry.heard_s >= FORGET_S:
                     del self._entries[node]
-            elif silence_s >= DEAD_S:
+                    self._events.append(Forgotten(node))
+            elif judges and now >= self._dead_at_s(entry):
                 self._change(node, entry, NodeState.DEAD)
-            elif silence_s >= SUSPECT_S:
+            elif judges and now >= self._suspect_at_s(entry):
                 self._change(node, entry, NodeState.SUSPECT)
 
     def next_timer(self) -> float | None:
-        deadlines = [entry.heard_s + _PATIENCE_S[entry.state] for entry in self._entries.values()]
-        oldest_s = next(iter(self._replaced.values()), None)
-        return min(deadlines if oldest_s is None else [*deadlines, oldest_s + FORGET_S], default=None)
+        deadlines = [self._deadline_s(entry) for entry in self._entries.values()]
+        if any(entry.state is not NodeState.DEAD for entry in self._entries.values()):
+            deadlines.append(self._ran_s + TICK_S)
+        return min(deadlines, default=None)
 
     def outgoing(self) -> list[object]:
         return []
 
-    def events(self) -> list[StateChanged]:
+    def events(self) -> list[MembershipEvent]:
         return drain(self._events)
 
-    def _replace(self, boot: BootId, now: float) -> None:
-        self._replaced[boot] = now
-        if len(self._replaced) > MAX_REPLACED:
-            del self._replaced[next(iter(self._replaced))]
+    def _listen(self, now: float) -> None:
+        """It runs; see whether it could before."""
+        deaf_s = now - self._ran_s - TICK_S
+        self._ran_s = now
+        if deaf_s < LATE_S:
+            return
+        for entry in self._entries.values():
+            if entry.state is not NodeState.DEAD:
+                entry.heard_s += deaf_s
+                entry.parted_s = None if entry.parted_s is None else entry.parted_s + deaf_s
+        if not self._put_off:
+            self._put_off, self._judge_at_s = True, now + TICK_S
+
+    def _hear(self, message: Heard | Connected, now: float) -> None:
+        entry = self._entries.get(message.node)
+        if entry is None or (entry.boot != message.boot and message.incarnation > entry.incarnation):
+            if entry is not None:
+                self._change(message.node, entry, NodeState.DEAD)
+            self._entries[message.node] = _Entry(message.boot, message.incarnation, now)
+            self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))
+            return
+        if entry.boot != message.boot:
+            return  # an earlier process of the node, or a copy of it
+        if entry.state is NodeState.DEAD and message.incarnation <= entry.incarnation:
+            return  # said before it knew
+        entry.incarnation = max(entry.incarnation, message.incarnation)
+        entry.heard_s = now
+        self._change(message.node, entry, NodeState.ALIVE)
+
+    def _suspect_at_s(self, entry: _Entry) -> float:
+        return entry.heard_s + SUSPECT_S * self._factor
+
+    def _dead_at_s(self, entry: _Entry) -> float:
+        silent_s = entry.heard_s + DEAD_S * self._factor
+        return silent_s if entry.parted_s is None else min(silent_s, entry.parted_s + RETURN_S * self._factor)
+
+    def _deadline_s(self, entry: _Entry) -> float:
+        match entry.state:
+            case NodeState.DEAD:
+                return entry.heard_s + FORGET_S
+            case NodeState.SUSPECT:
+                return max(self._judge_at_s, self._dead_at_s(entry))
+            case NodeState.ALIVE:
+                return max(self._judge_at_s, min(self._suspect_at_s(entry), self._dead_at_s(entry)))
 
     def _change(self, node: NodeId, entry: _Entry, state: NodeState) -> None:
         if entry.state is not state:
             entry.state = state
+            entry.parted_s = None if state is NodeState.DEAD else entry.parted_s
             self._events.append(StateChanged(node, entry.boot, state))

@@ -141,6 +141,7 @@ class ApiPort:
         access = make_local_access(self.url, options.certificate)
         write_local_access(self._settings.data_dir, access)
         coordinator.polled = polled
+        coordinator.lets_in = lambda: not tokens.enforced()
         coordinator.serve_api = partial(serve_linked, self._server)
         credentials = Credentials(tokens, access.secret)
         backend = Gateway(coordinator)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from swarmnode.cluster.member_table import KnownMembers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,3 +35,5 @@ class NodeContext:
     traffic: Traffic
     emit: Callable[[str, Mapping[str, object]], None]
     roads: Roads
+    known: KnownMembers = field(default_factory=KnownMembers)
+    """The members, as this node's coordinator told them last."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.cluster.local_health import LocalHealth
 from swarmnode.cluster.machine_book import MachineBook
-from swarmnode.cluster.membership import Heard, Left, Membership, NodeState, StateChanged
+from swarmnode.cluster.member_table import Heading
+from swarmnode.cluster.membership import Connected, Heard, Late, Left, NodeState, Parted, StateChanged
 from swarmnode.cluster.recent_events import RecentEvents
 from swarmnode.cluster.ring_life_messages import (
     ProbeReturned,
@@ -23,6 +25,7 @@ from swarmnode.cluster.ring_life_messages import (
     StageLinked,
     StageUnloaded,
 )
+from swarmnode.cluster.roll import Roll
 from swarmnode.driver import Driver
 from swarmnode.errors import Conflict, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import ModelId, NodeId, RingId
@@ -30,8 +33,9 @@ from swarmnode.roles.control_channels import ControlChannels
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.file_sources import with_sources
-from swarmnode.roles.lane_ends import RESUME_S
 from swarmnode.roles.loaded_ring import LoadedRing
+from swarmnode.roles.loop_watch import watch_loop
+from swarmnode.roles.member_codec import members_frame, read_mark
 from swarmnode.roles.members import Member
 from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.registry import Registry
+    from swarmnode.cluster.membership import MembershipEvent, MembershipInput
     from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.cluster.placement import PeerResources
     from swarmnode.roles.context import NodeContext
@@ -63,8 +68,6 @@ if TYPE_CHECKING:
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.link import Channel, Hello, Identity
 
-RETURN_S = RESUME_S
-"""How long a node may be without a connection, as a lane may: routers and Wi-Fi drop them, and it dials again."""
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
 LEFT_OUT_TOLD = 8
@@ -113,10 +116,13 @@ class Coordinator:
         self.logs = LogAsks(self.post)
         self.machines = MachineBook()
         """What was measured of the nodes and the ways between them; learned anew after a restart."""
+        self.lets_in: Callable[[], bool] = lambda: False
+        """Whether the API asks nobody for a token now."""
+        self.health = LocalHealth()
         self._epoch = 0
-        self._membership = Membership()
-        self._driver: Driver[Heard | Left, object, StateChanged] = Driver(
-            self._membership, lambda _: None, self._member_changed
+        self._roll = Roll(term)
+        self._driver: Driver[MembershipInput, object, MembershipEvent] = Driver(
+            self._roll, lambda _: None, self._member_changed
         )
         self._nursery: trio.Nursery | None = None
 
@@ -124,6 +130,7 @@ class Coordinator:
         async with open_flat_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._driver.run)
+            nursery.start_soon(watch_loop, self.health, lambda score: self._driver.feed(Late(score)))
             nursery.start_soon(self.lifecycle.run)
             self._adopt_rings(nursery)
             nursery.start_soon(self.restoring.run)
@@ -287,10 +294,10 @@ class Coordinator:
                 raise ProtocolError(f"a coordinator serves no {kind} channels")
 
     def state(self, node: NodeId) -> NodeState:
-        return self._membership.state(node)
+        return self._roll.members.state(node)
 
     def silence_s(self, node: NodeId) -> float | None:
-        return self._membership.silence_s(node, trio.current_time())
+        return self._roll.members.silence_s(node, trio.current_time())
 
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: links with it end here at once, at its neighbours when they hear of it."""
@@ -327,7 +334,7 @@ class Coordinator:
             async for frame in channel:
                 if frame.kind == "beat":
                     self._take_beat(identity, frame)
-                    outbox.post(Frame("heard", {"seq": frame.header["seq"]}))
+                    self._answer_beat(identity, frame, outbox)
                 elif frame.kind == "dial_back":
                     self._refuse_second_place(identity)
                     # what was polled or relayed comes from a tunnel's end, which may be on this machine
@@ -337,7 +344,7 @@ class Coordinator:
 
     def _take_beat(self, identity: Identity, frame: Frame) -> None:
         self._refuse_copy(identity)
-        self._driver.feed(Heard(identity.node, identity.boot))
+        self._driver.feed(_heard(identity, frame))
         member = self.members.get(identity.node)
         if member is not None and member.boot == identity.boot:
             came = not member.usable
@@ -358,6 +365,15 @@ class Coordinator:
             if member is not None:
                 name = "straggler" if change.straggles else "straggler_recovered"
                 self._emit(name, {"name": member.identity.name, "times": round(change.times, 1)})
+
+    def _answer_beat(self, identity: Identity, beat: Frame, outbox: Outbox) -> None:
+        """`heard`, and what the sender's copy of the table of members lacks."""
+        self._roll.table.set_heading(Heading(self.context.identity.name, tuple(self.voters()), self.lets_in()))
+        answer = self._roll.answer(_heard(identity, beat), read_mark(beat.header["table"]))
+        above = {} if answer.above is None else {"above": answer.above}
+        outbox.post(Frame("heard", {"seq": beat.header["seq"], **above}))
+        if answer.update is not None:
+            outbox.post(members_frame(answer.update))
 
     def _note_lost(self, node: NodeId, held: set[str]) -> None:
         """A node of a ring that was away, or whose coordinator was, is back: it may have lost its stage meanwhile."""
@@ -380,11 +396,12 @@ class Coordinator:
                 member = Member(identity, nursery.cancel_scope, channel.route)
                 self.members[identity.node] = member
                 self.machines.came(identity.node, identity.boot)
-                self._driver.feed(Heard(identity.node, identity.boot))
+                self._roll.introduce(identity.node, identity.name, next(iter(identity.listen), ""))
+                self._driver.feed(Connected(identity.node, identity.boot, identity.incarnation))
                 self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
                 nursery.start_soon(member.outbox.run, channel)
                 async for frame in channel:
-                    self._driver.feed(Heard(identity.node, identity.boot))
+                    self._driver.feed(Heard(identity.node, identity.boot, identity.incarnation))
                     if frame.kind == "renew":
                         body = unpack_body(frame.body)
                         issued = await self.enrolment.renew(identity.node, identity.name, body, channel.certified)
@@ -438,17 +455,10 @@ class Coordinator:
             return
         for ring, stage in self._stages_of(member.node):
             ring.part_from(stage)
-        if self._nursery is not None:
-            self._nursery.start_soon(self._give_up_unless_back, member)
+        self._driver.feed(Parted(member.node, member.boot))
 
-    async def _give_up_unless_back(self, member: Member) -> None:
-        await trio.sleep(RETURN_S)
-        back = self.members.get(member.node)
-        if back is None or back.boot != member.boot:
-            self._driver.feed(Left(member.node, member.boot))
-
-    def _member_changed(self, change: StateChanged) -> None:
-        if change.state is NodeState.DEAD:
+    def _member_changed(self, change: MembershipEvent) -> None:
+        if isinstance(change, StateChanged) and change.state is NodeState.DEAD:
             member = self.members.get(change.node)
             if member is not None and member.boot == change.boot:
                 member.scope.cancel()
@@ -510,6 +520,11 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
             return StageUnloaded(stage)
         case _:
             raise ProtocolError(f"a peer sent {frame.kind} to the coordinator")
+
+
+def _heard(identity: Identity, beat: Frame) -> Heard:
+    """A beat names the incarnation of now; the connection's own may have been refuted."""
+    return Heard(identity.node, identity.boot, beat.header["incarnation"])
 
 
 def _links(header: Mapping[str, Any]) -> int:

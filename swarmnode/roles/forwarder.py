@@ -6,6 +6,8 @@ browser may do is checked here, where its Host and Origin are.
 
 from __future__ import annotations
 
+import hashlib
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -25,6 +27,7 @@ from swarmnode.api.middleware import (
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.roles.coordinator_links import CoordinatorLinks
 from swarmnode.roles.http_channel import Call
+from swarmnode.roles.last_known import last_known
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
     from swarmnode.roles.http_channel import Header
 
 FORWARDED = ("/v1", "/api/v1")
+NODES, LAST_KNOWN = "/api/v1/nodes", b"last_known=1"
+"""Only who asks for them gets the last known nodes: everybody else is better off with an error."""
+MAX_LET_IN = 64
+"""Credentials remembered that the coordinator let in."""
 UNKNOWN = "this node is not connected to its coordinator at the moment; try again in a few seconds"
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
@@ -55,6 +62,8 @@ class Forwarder:
         self._context = context
         self._closed = closed
         self._links: CoordinatorLinks | None = None
+        self._let_in: dict[bytes, None] = {}
+        """Hashes of the credentials that the coordinator showed its nodes to."""
 
     def app(self, hosts: HostRules) -> ASGIApp:
         guarded = PathMiddleware(HostMiddleware(self, hosts))
@@ -80,11 +89,31 @@ class Forwarder:
         if not any(path == root or path.startswith(f"{root}/") for root in FORWARDED):
             raise HttpError(404, "unknown_url", f"unknown URL: {path[:200]}; this node forwards /v1 and /api/v1")
         if self._links is None:
-            raise _no_coordinator(UNKNOWN)
+            await self._without_coordinator(scope, receive, send, UNKNOWN)
+            return
         try:
             await self._forward(self._links, scope, receive, send)
         except LinkBroken as error:
-            raise _no_coordinator(f"the call did not get through to the coordinator: {error.message}") from error
+            why = f"the call did not get through to the coordinator: {error.message}"
+            await self._without_coordinator(scope, receive, send, why)
+
+    async def _without_coordinator(self, scope: Scope, receive: Receive, send: Send, why: str) -> None:
+        """Whoever asks for the last known nodes gets them, if the coordinator lets everybody in, or let them in."""
+        if (scope["method"], scope["path"], scope["query_string"]) == ("GET", NODES, LAST_KNOWN):
+            open_here = self._context.known.heading.open and not self._closed
+            found = last_known(self._context.known, time.time())
+            if found is not None and (open_here or _credentials(scope) in self._let_in):
+                await JSONResponse(found)(scope, receive, send)
+                return
+        raise _no_coordinator(why)
+
+    def _note_let_in(self, scope: Scope, status: int) -> None:
+        if scope["method"] == "GET" and scope["path"] == NODES:
+            self._let_in.pop(_credentials(scope), None)
+            if status == 200:
+                self._let_in[_credentials(scope)] = None
+            if len(self._let_in) > MAX_LET_IN:
+                del self._let_in[next(iter(self._let_in))]
 
     async def _forward(self, links: CoordinatorLinks, scope: Scope, receive: Receive, send: Send) -> None:
         """One call; the client's leaving ends it at the coordinator, too, which frees the stages."""
@@ -93,7 +122,7 @@ class Forwarder:
             try:
                 await call.begin(scope["method"], _target(scope), self._headers(scope))
                 nursery.start_soon(_hand_on_body, receive, call, nursery.cancel_scope.cancel)
-                await _answer(call, send)
+                await _answer(call, send, lambda status: self._note_let_in(scope, status))
             finally:
                 await call.hang_up()
             nursery.cancel_scope.cancel()
@@ -129,13 +158,20 @@ async def _hand_on_body(receive: Receive, call: Call, leave: Callable[[], None])
     leave()
 
 
-async def _answer(call: Call, send: Send) -> None:
+async def _answer(call: Call, send: Send, note: Callable[[int], None]) -> None:
     status, headers = await call.answer()
+    note(status)
     kept = list(_response_headers(headers))
     await send({"type": "http.response.start", "status": status, "headers": kept})
     while part := await call.next_part():
         await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _credentials(scope: Scope) -> bytes:
+    """Of a call, hashed; those without any are alike."""
+    given = b"\n".join(value for name, value in scope["headers"] if name.lower() == b"authorization")
+    return hashlib.sha256(given).digest()
 
 
 def _response_headers(headers: list[Header]) -> Iterator[Header]:

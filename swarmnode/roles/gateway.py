@@ -172,7 +172,8 @@ class Gateway:
     def nodes(self) -> Mapping[str, Any]:
         coordinator = self._coordinator
         identity = coordinator.context.identity
-        me = {"node": identity.node, "name": identity.name, "roles": list(identity.roles), "state": "alive"}
+        me: dict[str, Any] = {"node": identity.node, "name": identity.name, "roles": list(identity.roles)}
+        me |= {"state": NodeState.ALIVE.value, "health": coordinator.health.score}
         peers = [
             {
                 "node": member.node,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cryptography import x509
 
+from swarmnode.cluster.membership import next_incarnation
 from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
 from swarmnode.private_files import read_bounded, write_private
 from swarmnode.wire import certificates as certs
@@ -109,6 +110,16 @@ class NodeIdentity:
 
     def keep_term(self, term: int) -> None:
         write_private(self.folder / "term", str(term).encode())
+
+    def incarnation(self) -> int:
+        """The latest that this node said; 0 before its first start."""
+        return _read(self.folder / "incarnation", int) or 0
+
+    def next_incarnation(self, above: int = 0) -> int:
+        """One more than any before, and than `above`: on disk before anybody hears of it."""
+        value = next_incarnation(self.incarnation(), above)
+        write_private(self.folder / "incarnation", str(value).encode())
+        return value
 
     def check_swarm(self, ca_hash: bytes) -> None:
         """Raises Conflict where this node belongs to a swarm with another CA."""

@@ -107,6 +107,7 @@ class PeerMembership:
         self._identity = identity
         self._tls = tls
         self._fence = Fence(identity.term())
+        self.incarnation = identity.incarnation()
         self._renews = renews
         self._clock = clock
 
@@ -132,6 +133,11 @@ class PeerMembership:
         anything that it says is done."""
         if self._fence.admit(term):
             await trio.to_thread.run_sync(self._identity.keep_term, term)
+
+    async def refute(self, above: int) -> None:
+        """This node counts as dead at incarnation `above`: from now on it says a higher one."""
+        if above >= self.incarnation:
+            self.incarnation = await trio.to_thread.run_sync(self._identity.next_incarnation, above)
 
     def check_term(self, term: int) -> None:
         """A command names its term. Raises StaleTerm."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from swarmnode.cluster.membership import BEAT_INTERVAL_S, DEAD_S
+from swarmnode.cluster.local_health import LocalHealth
+from swarmnode.cluster.membership import BEAT_INTERVAL_S
 from swarmnode.errors import Conflict, LinkBroken, ProtocolError, SwarmError
+from swarmnode.roles.coordinator_watch import CoordinatorWatch
 from swarmnode.roles.file_server import serve_shares
 from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.load_spec import LoadSpec
+from swarmnode.roles.loop_watch import watch_loop
+from swarmnode.roles.member_codec import read_members
 from swarmnode.roles.outbox import Outbox
 from swarmnode.roles.reports import MAX_MODELS_KEPT
 from swarmnode.roles.stage_host import StageHost
@@ -73,6 +78,9 @@ class Peer:
         self._hosts: dict[RingId, StageHost] = {}
         self._logs = KeptLogs()
         self._outbox = Outbox()
+        self._health = LocalHealth()
+        self._beat_now = trio.Event()
+        """A beat is wanted before its time."""
         self._connected = False
         self._beats = LinkMeter()
         """Of the present connection's beats and their answers."""
@@ -83,6 +91,7 @@ class Peer:
     async def run(self) -> None:
         """Stay connected until cancelled; the stages held here outlive a connection."""
         async with open_flat_nursery() as self._holding:
+            self._holding.start_soon(watch_loop, self._health)
             await self._stay_connected()
 
     async def _stay_connected(self) -> None:
@@ -123,6 +132,7 @@ class Peer:
                 "pid": host.worker.pid if host.worker is not None else None,
                 "gauges": host.gauges,
                 "links": host.links,
+                "activity": host.activity(),
             }
             for ring, host in self._hosts.items()
         ]
@@ -176,7 +186,9 @@ class Peer:
             self._found()
             async with open_flat_nursery() as nursery:
                 nursery.start_soon(self._send_beats, control)
-                nursery.start_soon(self._read_control, control, nursery)
+                watch = CoordinatorWatch(self._health)
+                nursery.start_soon(watch.run)
+                nursery.start_soon(self._read_control, control, nursery, watch)
                 nursery.start_soon(self._outbox.run, requests)
                 nursery.start_soon(self._member.keep_certified, self._outbox.post)
                 if self._stands_at:
@@ -213,7 +225,14 @@ class Peer:
         self._beats = LinkMeter()
         while True:
             trip_s = self._beats.round_trip_s
-            header = {"node": self._context.identity.node, "boot": self._context.identity.boot, "seq": seq}
+            self._beat_now = trio.Event()
+            header = {
+                "node": self._context.identity.node,
+                "boot": self._context.identity.boot,
+                "incarnation": self._member.incarnation,
+                "seq": seq,
+                "table": list(self._context.known.mark),
+            }
             body = {
                 "memory_bytes": self._resources.memory_bytes,
                 "device": self._resources.device,
@@ -221,31 +240,41 @@ class Peer:
                 "stages": self.snapshot(),
                 "models": self._store.models()[:MAX_MODELS_KEPT],
                 "round_trip_ms": None if trip_s is None else round(trip_s * 1e3, 2),
+                "health": self._health.score,
             }
             self._beats.sent(seq, 0, trio.current_time())
             await control.send(Frame("beat", header, pack_body(body)))
             seq += 1
-            await trio.sleep(BEAT_INTERVAL_S)
+            with trio.move_on_after(BEAT_INTERVAL_S):
+                await self._beat_now.wait()
 
-    async def _read_control(self, control: Channel, nursery: trio.Nursery) -> None:
-        """Removals, which end the lanes of who was removed, and other peers' calls, until the coordinator hangs up, or
-        is silent for as long as it would let a peer be: it may be stopped, and another have followed it."""
+    async def _read_control(self, control: Channel, nursery: trio.Nursery, watch: CoordinatorWatch) -> None:
+        """Answers to beats, removals, which end the lanes of who was removed, and other peers' calls, until the
+        coordinator hangs up. One that is silent may be stopped, and another have followed it."""
         while True:
             try:
-                with trio.fail_after(DEAD_S):
-                    frame = await control.receive()
-            except trio.TooSlowError:
-                raise LinkBroken(f"the coordinator answered no beat for {DEAD_S:g} s") from None
+                frame = await control.receive()
             except trio.EndOfChannel:
                 raise LinkBroken("the coordinator closed the connection") from None
+            watch.heard()
             if frame.kind == "heard":
                 self._beats.acknowledged(frame.header["seq"] + 1, trio.current_time())
+                await self._take_answer(frame)
+            elif frame.kind == "members":
+                self._context.known.take(read_members(frame), time.time())
             elif frame.kind == "revoked":
                 self._member.take_revoked(unpack_body(frame.body))
             elif frame.kind == "places":
                 self._coordinators = self._member.take_places(unpack_body(frame.body), self._context.roads.places)
             elif frame.kind == "relay_offer":
                 nursery.start_soon(self._answer_relay, frame.header["call"])
+
+    async def _take_answer(self, heard: Frame) -> None:
+        """To a beat; where this node counts as dead, it says at once that it is not."""
+        self._context.known.confirm(time.time())
+        if "above" in heard.header:
+            await self._member.refute(heard.header["above"])
+            self._beat_now.set()
 
     async def _answer_relay(self, call: str) -> None:
         try:

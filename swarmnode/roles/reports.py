@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from swarmnode.cluster.local_health import MAX_SCORE
+from swarmnode.cluster.member_table import MAX_MEMBERS
+from swarmnode.cluster.voter_book import MAX_VOTERS
 from swarmnode.errors import ProtocolError
 from swarmnode.wire.bodies import unpack_body
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_REPORT_BYTES = 64 << 10
 """A beat with dozens of stages has a few KiB; a larger body is not walked on the coordinator's loop."""
+MAX_TABLE_BYTES = 256 << 10
+"""The rows of MAX_MEMBERS with long names and addresses."""
 MAX_STAGES_HELD = 64
 MAX_MODELS_KEPT = 128
 MAX_TAILS, MAX_TAIL_LINES, MAX_LINE_CHARS = 4, 200, 2000
@@ -52,6 +57,16 @@ class LaneLink(_Report):
 Links = Annotated[list[LaneLink], Field(max_length=MAX_LANES)]
 
 
+class Activity(_Report):
+    """What a model's stage 0 did (`HeadActivity`)."""
+
+    requests: Count
+    running: Count
+    tokens_per_s: float = Field(ge=0, lt=1e9, allow_inf_nan=False)
+    last_ttft_s: float | None = Field(default=None, ge=0, lt=1e9, allow_inf_nan=False)
+    idle_s: float = Field(ge=0, lt=1e9, allow_inf_nan=False)
+
+
 class StageHeld(_Report):
     """One stage on its peer."""
 
@@ -62,6 +77,8 @@ class StageHeld(_Report):
     pid: Count | None = None
     gauges: Gauges = {}
     links: Links = []
+    activity: Activity | None = None
+    """Of stage 0."""
 
 
 class LinkedStage(_Report):
@@ -71,7 +88,7 @@ class LinkedStage(_Report):
 
 
 class Beat(_Report):
-    """What a peer offers and holds; sent every two seconds."""
+    """What a peer offers and holds, and how it is; sent every two seconds."""
 
     memory_bytes: Count
     device: Name
@@ -81,6 +98,27 @@ class Beat(_Report):
     """Those whose files it can share."""
     round_trip_ms: Measure | None = None
     """Of its own beats, as it measured them."""
+    health: int = Field(default=0, ge=0, le=MAX_SCORE)
+    """`LocalHealth.score`: 0 while its loop runs in time."""
+
+
+class MemberRow(_Report):
+    """One member in a table that a coordinator sends."""
+
+    node: Name
+    name: Name
+    address: Name
+    state: Literal["alive", "suspect", "dead"]
+
+
+class MembersReport(_Report):
+    """What changed in the table of members, or all of it."""
+
+    coordinator: Name
+    voters: Annotated[list[Name], Field(max_length=MAX_VOTERS)]
+    open: bool
+    rows: Annotated[list[MemberRow], Field(max_length=MAX_MEMBERS)]
+    gone: Annotated[list[Name], Field(max_length=MAX_MEMBERS)] = []
 
 
 class StepCosts(_Report):
@@ -128,9 +166,9 @@ class _GaugesReport(_Report):
 Report = TypeVar("Report", bound=_Report)
 
 
-def read_report(shape: type[Report], frame: Frame) -> Report:
+def read_report(shape: type[Report], frame: Frame, most_bytes: int = MAX_REPORT_BYTES) -> Report:
     """The report in a frame's body; raises ProtocolError that names the field."""
-    return _validate(shape, _bounded_body(frame), frame.kind)
+    return _validate(shape, _bounded_body(frame, most_bytes), frame.kind)
 
 
 def read_gauges(frame: Frame) -> dict[str, int]:
@@ -138,9 +176,9 @@ def read_gauges(frame: Frame) -> dict[str, int]:
     return _validate(_GaugesReport, {"gauges": _bounded_body(frame)}, frame.kind).gauges
 
 
-def _bounded_body(frame: Frame) -> dict[str, object]:
-    if len(frame.body) > MAX_REPORT_BYTES:
-        raise ProtocolError(f"a {frame.kind} has {len(frame.body)} bytes; allowed are {MAX_REPORT_BYTES}")
+def _bounded_body(frame: Frame, most_bytes: int = MAX_REPORT_BYTES) -> dict[str, object]:
+    if len(frame.body) > most_bytes:
+        raise ProtocolError(f"a {frame.kind} has {len(frame.body)} bytes; allowed are {most_bytes}")
     return unpack_body(frame.body)
 
 

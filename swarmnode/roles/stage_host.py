@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.cluster.head_activity import HeadActivity
 from swarmnode.compute.worker_spec import WorkerSpec
 from swarmnode.errors import (
     MAX_MESSAGE_CHARS,
@@ -82,6 +83,7 @@ class StageHost:
         self._killed_because = ""
         self._report: dict[str, Any] = {}
         """What the worker measured of itself, once it has loaded."""
+        self._activity = HeadActivity(trio.current_time())
         self._requests: set[str] = set()
         """Handed to the worker and not answered yet. Its gauges cannot tell: they come after a forward, not before."""
 
@@ -89,6 +91,19 @@ class StageHost:
     def links(self) -> list[dict[str, Any]]:
         """The links it sends on: their routes, and what was measured of them."""
         return self._lanes.snapshot()
+
+    def activity(self) -> dict[str, Any] | None:
+        """What people had of this stage, if it is their replies' first: for beats."""
+        if self.spec.stage != 0:
+            return None
+        now, head = trio.current_time(), self._activity
+        return {
+            "requests": head.requests,
+            "running": head.running,
+            "tokens_per_s": round(head.tokens_per_s(now), 2),
+            "last_ttft_s": head.last_ttft_s,
+            "idle_s": round(head.idle_s(now), 1),
+        }
 
     # what the peer calls
 
@@ -233,8 +248,12 @@ class StageHost:
         if frame.kind in RING_KINDS:
             self._lanes.post(frame)
         elif frame.kind in REPLY_KINDS:
+            request = frame.header.get("request", "")
             if frame.kind in ("done", "error"):
-                self._requests.discard(frame.header.get("request", ""))
+                self._requests.discard(request)
+                self._activity.ended(request, trio.current_time())
+            elif frame.kind == "text":
+                self._activity.gave(request, frame.header["n"], trio.current_time())
             elif frame.kind == "probed":
                 self._head_serves = True
             self._post(frame)
@@ -291,6 +310,7 @@ class StageHost:
         if not self._busy:
             self._heard_s = trio.current_time()  # an idle worker's silence is not held against it
         self._requests.add(request)
+        self._activity.opened(request, trio.current_time())
 
     # a ring that broke
 

@@ -59,15 +59,32 @@ def models_table(answer: Mapping[str, Any]) -> RenderableType:
 def ps_view(answer: Mapping[str, Any]) -> RenderableType:
     """`GET /api/v1/nodes`: the nodes, then every ring with its stages, or why it is gone."""
     rings = [*(answer.get("rings") or []), *(answer.get("lost") or [])]
-    parts: list[RenderableType] = [_nodes_table(answer)]
+    absent = absence(answer)
+    parts: list[RenderableType] = [*([Text(absent, style="yellow"), Text()] if absent else []), _nodes_table(answer)]
     voters = answer.get("voters") or []
     if len(voters) > 1:
         parts += [Text(), Text(sentence("voters_changed", {"voters": voters}))]
     for ring in rings:
         parts += [Text(), status_view(ring)]
-    if not rings:
+    if not rings and not absent:
         parts += [Text(), Text(NO_RINGS)]
     return Group(*parts)
+
+
+def absence(answer: Mapping[str, Any]) -> str:
+    """What a node says that is without a coordinator, and shows what it knew last; empty with one."""
+    if answer.get("age_s") is None:
+        return ""
+    by = literal(answer.get("last_coordinator") or "the last one").plain
+    told = f"its members as {by} told them {answer['age_s']:.0f} s ago"
+    return f"this node is without a coordinator; {told}"
+
+
+def node_state(node: Mapping[str, Any]) -> Text:
+    """With what there is to say against it: slower steps than others, a loop that runs late (1 to 7)."""
+    text = state_text(node.get("state"))
+    text.append(" slow" if node.get("straggles") else "", style="yellow")
+    return text.append(f" late {node['health']}" if node.get("health") else "", style="yellow")
 
 
 def status_view(status: Mapping[str, Any]) -> RenderableType:
@@ -117,7 +134,7 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
         silence_s = node.get("silence_s")
         table.add_row(
             literal(node.get("name") or node.get("node")),
-            state_text(node.get("state")).append(" slow" if node.get("straggles") else "", style="yellow"),
+            node_state(node),
             literal("+".join(node.get("roles") or []) or None),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),

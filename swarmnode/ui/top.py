@@ -14,7 +14,7 @@ from swarmnode.ui import quantities
 from swarmnode.ui.fitted_table import FittedTable
 from swarmnode.ui.sentences import sentence
 from swarmnode.ui.sparkline import sparkline
-from swarmnode.ui.tables import literal, restoring_text, stage_phase, state_text, status_view
+from swarmnode.ui.tables import absence, literal, node_state, restoring_text, stage_phase, state_text, status_view
 from swarmnode.ui.top_view import DETAILS, OVERVIEW, SECTIONS, History, View, nodes_of, rows_of, sorted_requests
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ class _Screen:
         peers, rings = self.snapshot.get("peers") or [], self.snapshot.get("rings") or []
         requests = self.snapshot.get("requests") or []
         line = Text(no_wrap=True, overflow="ellipsis")
+        if absent := absence(self.snapshot):
+            return line.append(f"swarmnode top  {absent}", style="yellow")
         line.append("swarmnode top  ", style="bold").append_text(literal(coordinator.get("name")))
         tunnels = (self.snapshot.get("carried") or {}).get("tunnels") or 0
         counts = ((len(peers), "peer"), (len(rings), "ring"), (len(requests), "request"), (tunnels, "tunnel"))
@@ -187,7 +189,7 @@ def _nodes(nodes: Sequence[Mapping[str, Any]], marked: int | None) -> FittedTabl
         silence_s, stages = node.get("silence_s"), node.get("stages")
         table.add_row(
             _mark(literal(node.get("name") or node.get("node")), index == marked),
-            state_text(node.get("state")),
+            node_state(node),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),
             literal(node.get("route")),
@@ -295,7 +297,7 @@ def _told(event: str, values: Mapping[str, object]) -> str:
 
 
 def _node_details(node: Mapping[str, Any]) -> RenderableType:
-    lines = [Text.assemble(literal(node.get("name")), " ", state_text(node.get("state")), style="bold")]
+    lines = [Text.assemble(literal(node.get("name")), " ", node_state(node), style="bold")]
     for key in ("node", "roles", "address", "route", "silence_s", "memory_bytes", "device", "threads", "models"):
         value = node.get(key)
         if value not in (None, [], ()):

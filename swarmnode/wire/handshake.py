@@ -117,6 +117,7 @@ def _hello_frame(identity: Identity, parameters: Parameters) -> Frame:
         "caps": list(identity.capabilities),
         "term": identity.term,
         "listen": list(identity.listen),
+        "incarnation": identity.incarnation,
     }
     optional = {"ring": parameters.ring, "lane": parameters.lane, "stage": parameters.stage}
     header |= {name: value for name, value in optional.items() if value is not None}
@@ -139,6 +140,7 @@ def _identity(header: Mapping[str, Any], protocol: tuple[int, int]) -> Identity:
         capabilities=tuple(header["caps"]),
         term=header["term"],
         listen=tuple(header.get("listen", ())),
+        incarnation=header.get("incarnation", 0),
         protocol=protocol,
     )
 

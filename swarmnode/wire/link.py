@@ -61,6 +61,8 @@ class Identity:
     capabilities: tuple[str, ...] = ()
     term: int = 0
     listen: tuple[str, ...] = ()
+    incarnation: int = 0
+    """Of the node as it started; 0 for what has no part in membership."""
     protocol: tuple[int, int] = PROTOCOL
 
 

@@ -94,6 +94,7 @@ _COUNT = Int(0, 2**63 - 1)
 _SMALL = Int(0, 2**31 - 1)
 _POS = Int(0, 2**31 - 1)
 _MARK = Ints(2, 2, 0, 2**63 - 1)
+_INCARNATION = Int(0, 2**53 - 1)
 _EPOCH = Ints(2, 2, 0, 2**53 - 1)
 _STAGE = Int(0, limits.MAX_STAGES - 1)
 _MESSAGE = Text(MAX_MESSAGE_CHARS)
@@ -154,6 +155,7 @@ def _link_kinds() -> tuple[Kind, ...]:
         _key("roles", Texts(8, 32)),
         *about,
         _key("listen", Texts(8, 128)),
+        _maybe("incarnation", _INCARNATION),
         *_CHANNEL_PARAMETERS,
     )
     return (
@@ -291,9 +293,12 @@ def _other_kinds() -> tuple[Kind, ...]:
         _key("list", Text(64)),
         _key("list_size", _COUNT),
     )
+    who = (_key("node", _ID), _key("boot", _ID), _key("incarnation", _INCARNATION))
+    beat = (*who, _key("seq", _COUNT), _key("table", _MARK))
     return (
-        _kind("beat", "control", (_key("node", _ID), _key("boot", _ID), _key("seq", _COUNT)), "map"),
-        _kind("heard", "control", (_key("seq", _COUNT),)),
+        _kind("beat", "control", beat, "map"),
+        _kind("heard", "control", (_key("seq", _COUNT), _maybe("above", _INCARNATION))),
+        _kind("members", "control", (_key("mark", _MARK), _key("since", _COUNT)), "map"),
         _kind("dial_back", "control", ()),
         _kind("dialed_back", "control", (_key("ok", Flag()), _key("message", _MESSAGE), _key("time_s", Number()))),
         _kind("bye", "control", (_key("reason", _MESSAGE),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,12 @@ from swarmnode.api.hosts import host_rules
 from swarmnode.api.middleware import REQUEST_ID_KEY
 from swarmnode.api.replay import Replay, ReplayBackend
 from swarmnode.api.server import ApiServer, open_api_listeners, serve_api
+from swarmnode.cluster.member_table import Heading, Row, Update
+from swarmnode.cluster.membership import NodeState
 from swarmnode.cluster.token_book import Scope
 from swarmnode.config import read_settings
 from swarmnode.errors import LinkBroken
+from swarmnode.ids import NodeId
 from swarmnode.roles import coordinator_links
 from swarmnode.roles.api_port import serve_linked
 from swarmnode.roles.coordinator_links import CoordinatorLinks
@@ -262,6 +266,65 @@ async def test_a_connection_that_nobody_uses_is_ended(tmp_path: Path, monkeypatc
         await trio.sleep(0.2)
         assert (await swarm.client.get("/v1/models")).status_code == 200
         assert len(set(swarm.links)) == 2
+
+
+LAST_KNOWN = "/api/v1/nodes?last_known=1"
+
+
+def told(swarm: World, *, lets_everybody_in: bool) -> None:
+    """The coordinator's table of members has come."""
+    row = Row(NodeId("n1"), "attic", "192.0.2.1:7700", NodeState.SUSPECT)
+    heading = Heading("house", ("house", "den"), lets_everybody_in)
+    swarm.forwarder._context.known.take(Update((3, 7), 0, heading, (row,)), time.time() - 42)
+
+
+async def test_last_known_nodes_are_shown_to_whom_the_coordinator_would_show_them(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        _, token = await swarm.store.issue("reader", Scope.READ, None)
+        let_in, stranger = {"authorization": f"Bearer {token}"}, {"authorization": "Bearer sk-swarm-made-up"}
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 200
+        assert (await swarm.client.get(LAST_KNOWN, headers=stranger)).status_code == 401
+        swarm.connected.cancel()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503, "nothing was told yet"
+        told(swarm, lets_everybody_in=False)
+        for headers, path in ((stranger, LAST_KNOWN), ({}, LAST_KNOWN), (let_in, "/api/v1/nodes")):
+            assert (await swarm.client.get(path, headers=headers)).status_code == 503
+        shown = (await swarm.client.get(LAST_KNOWN, headers=let_in)).json()
+        assert 41 < shown.pop("age_s") < 60
+        assert time.time() - 60 < shown.pop("as_of") < time.time() - 41
+        attic = {"node": "n1", "name": "attic", "state": "suspect", "address": "192.0.2.1:7700"}
+        assert shown == {
+            "coordinator": None,
+            "last_coordinator": "house",
+            "term": 3,
+            "voters": ["house", "den"],
+            "peers": [attic],
+            "rings": [],
+        }
+
+
+async def test_a_token_that_is_refused_later_is_let_in_no_more(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        record, token = await swarm.store.issue("reader", Scope.READ, None)
+        await swarm.store.issue("another", Scope.READ, None)
+        let_in = {"authorization": f"Bearer {token}"}
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 200
+        await swarm.store.revoke(record.id)
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 401
+        told(swarm, lets_everybody_in=False)
+        swarm.connected.cancel()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503
+
+
+@pytest.mark.parametrize(("closed", "status"), [(False, 200), (True, 503)])
+async def test_an_open_swarms_last_known_nodes_are_for_this_machine(tmp_path: Path, closed: bool, status: int) -> None:
+    async with world(tmp_path, closed=closed) as swarm:
+        told(swarm, lets_everybody_in=True)
+        swarm.connected.cancel()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert (await swarm.client.get(LAST_KNOWN)).status_code == status
 
 
 async def test_no_coordinator_is_503_with_retry_after(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
@@ -15,6 +15,7 @@ from contexts import node_context
 from kept_alone import state_at
 
 from swarmnode.catalog.registry import Registry
+from swarmnode.cluster.membership import RETURN_S, Left, NodeState
 from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, SwarmError
@@ -23,6 +24,8 @@ from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.enrolment import Enrolment, certify_self
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership
+from swarmnode.roles.lane_ends import RESUME_S
+from swarmnode.roles.member_codec import read_members
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body, unpack_body
@@ -141,7 +144,7 @@ async def refusal(house: House, machine: Machine, identity: Identity, kind: str)
         try:
             async with machine.transport.dial(house.address, kind, identity) as channel:
                 if kind == "control":
-                    header = {"node": identity.node, "boot": identity.boot, "seq": 0}
+                    header = {"node": identity.node, "boot": identity.boot, "incarnation": 1, "seq": 0, "table": [0, 0]}
                     await channel.send(Frame("beat", header, pack_body(OFFER)))
                 while True:
                     await channel.receive()
@@ -230,3 +233,65 @@ async def test_a_call_counts_on_who_brought_it_not_on_who_it_says(house: House) 
         with trio.fail_after(END_S), pytest.raises(trio.EndOfChannel):
             await channel.receive()
     assert brought == ["attic"]
+
+
+def beat(identity: Identity, incarnation: int, table: list[int]) -> Frame:
+    header = {"node": identity.node, "boot": identity.boot, "incarnation": incarnation, "seq": 1, "table": table}
+    return Frame("beat", header, pack_body(OFFER))
+
+
+async def answers(control: Channel, said: Frame, count: int) -> list[Frame]:
+    await control.send(said)
+    with trio.fail_after(END_S):
+        return [await control.receive() for _ in range(count)]
+
+
+async def test_a_beat_is_answered_with_what_the_members_table_lacks(house: House) -> None:
+    attic = await house.machine("attic")
+    me = replace(attic.identity, listen=("192.0.2.1:7700",), incarnation=5)
+    async with (
+        attic.transport.dial(house.address, "requests", me),
+        attic.transport.dial(house.address, "control", me) as control,
+    ):
+        with trio.fail_after(END_S):
+            while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+        frames = await answers(control, beat(me, 5, [0, 0]), 4)
+        assert [frame.kind for frame in frames] == ["revoked", "places", "heard", "members"]
+        assert "above" not in frames[2].header
+        update = read_members(frames[3])
+        assert (update.since, update.heading.coordinator) == (0, "house")
+        [row] = update.rows
+        assert (row.name, row.address, row.state) == ("attic", "192.0.2.1:7700", NodeState.ALIVE)
+        assert [f.kind for f in await answers(control, beat(me, 5, list(update.mark)), 1)] == ["heard"]
+        assert [f.kind for f in await answers(control, beat(me, 5, [0, 0]), 2)] == ["heard", "members"]
+
+
+async def test_a_node_that_counts_as_dead_comes_back_by_a_higher_incarnation(house: House) -> None:
+    attic = await house.machine("attic")
+    me = replace(attic.identity, incarnation=5)
+    async with attic.transport.dial(house.address, "control", me) as control:
+        first = (await answers(control, beat(me, 5, [0, 0]), 4))[2:]
+        mark = first[1].header["mark"]
+        house.coordinator._driver.feed(Left(me.node, me.boot))
+        [heard] = await answers(control, beat(me, 5, mark), 1)
+        assert heard.header["above"] == 5
+        assert house.coordinator.state(me.node) is NodeState.DEAD
+        [heard] = await answers(control, beat(me, 6, mark), 1)
+        assert "above" not in heard.header
+        assert house.coordinator.state(me.node) is NodeState.ALIVE
+
+
+async def test_an_incarnation_only_grows_whatever_restarts(tmp_path: Path) -> None:
+    kept = NodeIdentity.open(tmp_path)
+    assert [kept.next_incarnation() for _ in range(3)] == [1, 2, 3]
+    member = PeerMembership(NodeIdentity.open(tmp_path), cast("Any", None))
+    await member.refute(2)
+    assert member.incarnation == 3, "it said more than that already"
+    await member.refute(7)
+    assert member.incarnation == NodeIdentity.open(tmp_path).incarnation() == 8
+    assert NodeIdentity.open(tmp_path).next_incarnation() == 9
+
+
+def test_a_node_may_be_away_as_long_as_its_lanes() -> None:
+    assert RETURN_S == RESUME_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +12,7 @@ import trio
 from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
-from swarmnode.cluster.membership import DEAD_S
+from swarmnode.cluster.membership import BEAT_INTERVAL_S, DEAD_S
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LinkBroken, SwarmError
 from swarmnode.ids import BootId, NodeId, RingId
@@ -33,6 +34,8 @@ WATCHED_S = 120.0
 
 class NoMembership:
     """A peer's membership on links that prove nothing."""
+
+    incarnation = 1
 
     async def keep_certified(self, post: Any) -> None:
         await trio.sleep_forever()
@@ -111,6 +114,36 @@ async def test_a_coordinator_that_answers_no_beat_is_left(tmp_path: Path, autoju
     assert apart
     assert min(apart) >= DEAD_S
     assert max(apart) <= DEAD_S + RECONNECT_S[0] + 0.01
+
+
+class Refuting(NoMembership):
+    """Counts its incarnation in memory."""
+
+    async def refute(self, above: int) -> None:
+        self.incarnation = above + 1
+
+
+async def test_a_peer_that_counts_as_dead_says_at_once_that_it_is_not(tmp_path: Path, autojump_clock: object) -> None:
+    network, beats = MemoryNetwork(), list[tuple[float, int]]()
+
+    async def serve(kind: str, hello: Hello, channel: Channel) -> None:
+        async for frame in channel:
+            beats.append((trio.current_time() - began_s, frame.header["incarnation"]))
+            told = {"above": 6} if len(beats) == 1 else {}
+            await channel.send(Frame("heard", {"seq": frame.header["seq"], **told}))
+
+    context = node_context(identity("attic"), network, read_settings(tmp_path, environ={}))
+    began_s, member = trio.current_time(), cast("Any", Refuting())
+    with trio.move_on_after(5):
+        async with trio.open_nursery() as nursery:
+            listen = partial(network.listen, Address("127.0.0.1", 0), serve, identity("house"))
+            address = await nursery.start(listen)
+            resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
+            nursery.start_soon(Peer(context, [address], resources, ShardStore(tmp_path / "s"), member).run)
+    (first_s, first), (second_s, second), (third_s, third) = beats[:3]
+    assert (first, second, third) == (1, 7, 7)
+    assert second_s - first_s < 0.1
+    assert third_s - second_s == pytest.approx(BEAT_INTERVAL_S, abs=0.01)
 
 
 class Roads:

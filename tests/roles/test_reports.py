@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
+from swarmnode.cluster.member_table import MAX_MEMBERS, Heading, Row, Update
+from swarmnode.cluster.membership import NodeState
 from swarmnode.errors import ProtocolError
+from swarmnode.ids import NodeId
+from swarmnode.roles.member_codec import members_frame, read_members
 from swarmnode.roles.reports import MAX_REPORT_BYTES, Beat, ReadyStage, read_gauges, read_report
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
 
 STAGE = {"ring": "r", "model": "m", "stage": 0, "phase": "ready", "pid": 7, "gauges": {"sessions": 1}}
+ACTIVITY = {"requests": 3, "running": 1, "tokens_per_s": 4.5, "last_ttft_s": None, "idle_s": 0.0}
 BEAT = {"memory_bytes": 1 << 30, "device": "cpu", "threads": 2, "stages": [STAGE]}
 READY = {"address": "127.0.0.1:7000", "kv_tokens": 4096, "pid": 7}
 
@@ -40,6 +45,10 @@ def test_a_beat_is_read_and_unknown_keys_are_left_out() -> None:
         ({"stages": [STAGE] * 65}, "stages"),
         ({"stages": [{**STAGE, "gauges": {"kv": math.nan}}]}, "gauges"),
         ({"stages": [{**STAGE, "pid": "7"}]}, "pid"),
+        ({"stages": [{**STAGE, "activity": {**ACTIVITY, "idle_s": math.inf}}]}, "idle_s"),
+        ({"stages": [{**STAGE, "activity": {**ACTIVITY, "tokens_per_s": -1.0}}]}, "tokens_per_s"),
+        ({"health": 8}, "health"),
+        ({"health": -1}, "health"),
     ],
 )
 def test_a_beat_that_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
@@ -91,3 +100,26 @@ def test_step_costs_that_cannot_be_are_refused(costs: dict[str, Any]) -> None:
 def test_a_huge_report_is_not_walked() -> None:
     with pytest.raises(ProtocolError, match=str(MAX_REPORT_BYTES)):
         read_report(Beat, Frame("beat", {}, b"\x80" * (MAX_REPORT_BYTES + 1)))
+
+
+def test_a_table_of_members_comes_through_as_it_is() -> None:
+    rows = tuple(Row(NodeId(f"{n:064x}"), f"m{n}", "192.0.2.1:7700", NodeState.DEAD) for n in range(MAX_MEMBERS))
+    update = Update((3, 9), 0, Heading("desk", ("desk", "pc-1"), True), rows, (NodeId("gone"),))
+    assert read_members(members_frame(update)) == update
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rows": [{"node": "n", "name": "n", "address": "", "state": "asleep"}]}, "state"),
+        ({"rows": [{"node": "n", "name": "n", "address": "x" * 200, "state": "dead"}]}, "address"),
+        ({"rows": [{"node": "n", "name": "n", "address": "", "state": "dead"}] * (MAX_MEMBERS + 1)}, "rows"),
+        ({"gone": ["n"] * (MAX_MEMBERS + 1)}, "gone"),
+        ({"voters": ["v"] * 100}, "voters"),
+        ({"coordinator": None}, "coordinator"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
+    body = {"coordinator": "desk", "voters": [], "open": False, "rows": [], "gone": []} | change
+    with pytest.raises(ProtocolError, match=named):
+        read_members(Frame("members", {"mark": [1, 1], "since": 0}, pack_body(body)))

@@ -10,7 +10,7 @@ import pytest
 from sims.__main__ import main
 from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
-from sims.scenarios import chats, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
+from sims.scenarios import chats, churn, failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 from sims.scenarios.decode import bound_of, steady
 from sims.scenarios.two_pcs import TwoPcs
 
@@ -159,3 +159,19 @@ def test_the_command_prints_lines_for_people(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "rtt_ms: 5.0" in printed
     assert printed.count("users") == len(stages.USERS)
+
+
+def test_churn_wrongs_nobody_and_tells_everybody_within_seconds() -> None:
+    report = churn.run(nodes=12, seconds=1800.0)
+    assert min(report["killed"], report["without_power"], report["returned"]) > 0
+    assert report["wrongly_dead"] == 0
+    assert report["known_to_all"]["p99_s"] < 10
+    assert report["noticed_killed"]["p99_s"] < 5
+    assert 12 < report["noticed_without_power"]["p50_s"] < report["noticed_without_power"]["p99_s"] < 18
+    assert 100 < report["bytes_per_s"]["node_up"] < 1000
+
+
+def test_failover_ends_with_every_node_at_the_new_coordinator() -> None:
+    report = failover.run(voters=3, failovers=20, nodes=5)
+    assert 5 < report["p50_s"] <= report["p99_s"] <= report["worst_s"] < 25
+    assert report["p50_s"] < report["all_back"]["p50_s"] < 30

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sims.voters import Stuck, Violation, VotersWorld, Weather, torture
+from sims.timeline import Stuck, Violation
+from sims.voters import VotersWorld, Weather, torture
 from swarmnode.cluster.election import Election
 from swarmnode.cluster.fence import Fence
 
