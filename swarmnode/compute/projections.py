@@ -34,8 +34,8 @@ _MEASURE_S = 0.5
 DEFAULT_ROWS = 32
 CHUNK_ROWS = 128
 """Weights are unpacked in multiples of this many output rows: whole blocks of every packed layout."""
-QUANTIZED_ROWS = 4 * CHUNK_ROWS
-"""Rows of a weight that are quantized at a time, which bounds what is held beside it; whole blocks of every layout."""
+QUANTIZED_ROWS = CHUNK_ROWS
+"""Rows of a weight that are quantized at a time: for each of their weights some 20 bytes are held beside the block."""
 _CHUNK_ELEMENTS = 1 << 20
 """4 MiB of float32 at a time: little beside any slice, and it stays in the CPU's cache."""
 

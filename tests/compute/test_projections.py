@@ -109,9 +109,10 @@ def test_the_weight_itself_stays_as_it_is(method: str, dtype: torch.dtype) -> No
 
 def test_a_large_weight_is_quantized_in_parts_to_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights(512, 64)
-    whole = Int4Projection(weight, None)
-    eight = Int8Projection(weight, None)
-    monkeypatch.setattr(projections, "QUANTIZED_ROWS", 128)
+    with monkeypatch.context() as in_one:
+        in_one.setattr(projections, "QUANTIZED_ROWS", 512)
+        whole = Int4Projection(weight, None)
+        eight = Int8Projection(weight, None)
     assert torch.equal(Int4Projection(weight, None).unpack(0, 512), whole.unpack(0, 512))
     assert torch.equal(Int8Projection(weight, None).unpack(0, 512), eight.unpack(0, 512))
 
