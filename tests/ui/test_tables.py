@@ -157,11 +157,9 @@ def test_a_peer_that_was_told_nothing_says_auto() -> None:
 
 def test_ps_marks_a_straggler() -> None:
     peers = [{"name": name, "state": "alive", "straggles": name == "den"} for name in ("den", "desk")]
-    rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]
-    assert [row[:3] for row in rows if row[:1] in (["den"], ["desk"])] == [
-        ["den", "alive", "slow"],
-        ["desk", "alive", "-"],
-    ]
+    lines = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]
+    rows = [line[:3] for line in lines if line and line[0] in ("den", "desk")]
+    assert rows == [["den", "alive", "slow"], ["desk", "alive", "-"]]
 
 
 @pytest.mark.parametrize("width", [80, 60])
