@@ -181,9 +181,13 @@ class RingLife:
         """The ring's budget once all stages are ready: the smallest of theirs."""
         return min((r.kv_tokens for r in self._ready.values()), default=0)
 
-    def is_ready(self, stage: int) -> bool:
-        """The stage has loaded."""
-        return stage in self._ready
+    def condition(self, stage: int) -> str | None:
+        """`ready`, or what became of it since: `lost` by a fault, `ended`. None: it has not loaded yet."""
+        if self.error is not None and self.error.stage == stage:
+            return "lost"
+        if stage not in self._ready:
+            return None
+        return "ready" if stage in self._held else "ended"
 
     def _all_ready(self, now: float) -> None:
         if self.state is RingState.PREPARING:

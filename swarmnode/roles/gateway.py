@@ -406,7 +406,7 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
         "threads": ready.threads if ready else None,
         "layers": [plan.first_layer, plan.end_layer - 1],
         "weight_bytes": plan.weight_bytes,
-        "phase": "ready" if ring.life.is_ready(index) else (progress.phase if progress else "starting"),
+        "phase": ring.phase(index),
         "done": progress.done if progress else 0,
         "total": progress.total if progress else 0,
         "sessions": gauges.get("sessions", 0),

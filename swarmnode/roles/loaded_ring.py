@@ -261,6 +261,13 @@ class LoadedRing:
         for stream in self.requests.values():
             stream.cancel(error)
 
+    def phase(self, stage: int) -> str:
+        """Of a stage, for people: never ready where its peer is away, or it is gone."""
+        progress = self.progress(stage)
+        if stage in self.unsure:
+            return "away"
+        return self.life.condition(stage) or (progress.phase if progress is not None else "starting")
+
     def progress(self, stage: int) -> Progress | None:
         return self.life.progress.get(stage)
 

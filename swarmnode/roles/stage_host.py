@@ -334,7 +334,11 @@ class StageHost:
             self._ring_broke(why)
 
     def _ring_broke(self, why: str) -> None:
-        """Report to the coordinator that this stage saw the ring fail."""
+        """Report to the coordinator that this stage saw the ring fail; also where this node's own loop is late.
+
+        It accuses nobody: the coordinator looks for a cause itself, and no node dies of it. Left unsaid, the ring would
+        stay as it is, and carry nothing.
+        """
         where = {"ring": self.spec.ring, "epoch": list(self._lanes.epoch), "stage": self.spec.stage}
         self._post(Frame("broken", {**where, "message": why[:MAX_MESSAGE_CHARS]}))
 

@@ -28,6 +28,7 @@ STATE_STYLES = {
     "relinking": "yellow",
     "restoring": "yellow",
     "suspect": "yellow",
+    "away": "yellow",
     "lost": "red",
     "failed": "red",
     "dead": "red",

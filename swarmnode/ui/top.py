@@ -146,7 +146,8 @@ class _Screen:
     def _one(self, console: Console, options: ConsoleOptions) -> list[list[Segment]]:
         """One section over the whole screen with its chosen row marked, or that row in full."""
         rows = rows_of(self.snapshot, self.view)
-        if self.view.depth == DETAILS and self.view.row < len(rows):
+        has_details = self.view.section in ("nodes", "rings")
+        if self.view.depth == DETAILS and has_details and self.view.row < len(rows):
             return _lines(console, options, self._details(rows[self.view.row]))
         lines = _lines(console, options, self.section(self.view.section, marked=self.view.row))
         room = max(1, self.size.height - HEADER_LINES - FOOTER_LINES)

@@ -173,6 +173,25 @@ def test_a_stage_that_is_gone_is_not_asked_to_unload() -> None:
     assert swarm.life.state is RingState.OVER
 
 
+def test_a_stage_is_ready_only_while_it_is_there() -> None:
+    swarm = Swarm(3)
+    assert swarm.life.condition(0) is None
+    swarm.reach(RingState.READY)
+    assert [swarm.life.condition(stage) for stage in swarm.stages] == ["ready"] * 3
+    swarm.feed(StageDown(1, "stage_lost", "its node is dead", gone=True))
+    swarm.feed(StageDown(2, "stage_lost", "dead as well", gone=True))
+    assert [swarm.life.condition(stage) for stage in swarm.stages] == ["ready", "lost", "ended"]
+    swarm.feed(StageUnloaded(0))
+    assert swarm.life.condition(0) == "ended"
+
+
+def test_a_stage_whose_worker_failed_is_lost_before_it_is_unloaded() -> None:
+    swarm = Swarm(2)
+    swarm.reach(RingState.READY)
+    swarm.feed(StageDown(1, "stage_lost", "its worker was killed"))
+    assert [swarm.life.condition(stage) for stage in swarm.stages] == ["ready", "lost"]
+
+
 def test_a_ring_whose_only_node_dies_is_over_at_once() -> None:
     swarm = Swarm(1)
     swarm.reach(RingState.READY)

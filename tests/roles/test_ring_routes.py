@@ -12,11 +12,12 @@ import trio.testing
 from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.registry import Registry
 from swarmnode.cluster.placement import PeerResources
+from swarmnode.cluster.ring_life_messages import ProbeReturned, StageLinked
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import ProtocolError
 from swarmnode.ids import NodeId, RingId
-from swarmnode.roles.gateway import Gateway
+from swarmnode.roles.gateway import Gateway, _ring_status
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.planning import plan_ring
 from swarmnode.roles.reports import LaneLink, LinkedStage, ReadyStage, read_report
@@ -57,6 +58,26 @@ async def test_each_stage_is_told_all_addresses_of_the_next(
         await trio.testing.wait_all_tasks_blocked()
         links = [unpack_body(frame.body) for _, frame in posted if frame.kind == "link"]
         assert links == [{"next": ["old:2"]}, {"next": ["lan:1", "vpn:1"]}]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_stage_is_shown_as_ready_only_while_its_peer_is_there(ring: LoadedRing) -> None:
+    def phases() -> list[str]:
+        return [stage["phase"] for stage in _ring_status(ring)["stages"]]
+
+    assert phases() == ["starting"] * 2
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ring.run)
+        for stage in (0, 1):
+            ring.take_ready(stage, ReadyStage(address="lan:1", kv_tokens=4096, pid=1))
+        for stage in (0, 1):
+            ring.feed(StageLinked(stage))
+        ring.feed(ProbeReturned())
+        assert (ring.state, phases()) == ("ready", ["ready"] * 2)
+        ring.part_from(1)
+        assert (ring.state, phases()) == ("ready", ["ready", "away"]), "a connection is not the stage"
+        ring.lose(0, "is gone")
+        assert phases() == ["lost", "away"]
         nursery.cancel_scope.cancel()
 
 
