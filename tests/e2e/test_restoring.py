@@ -154,6 +154,7 @@ def loads_again(swarm: Swarm, without: dict[str, int]) -> bool:
     return status["state"] == "restoring" and not status["restoring"]["waits_for"] and len(new) == 2
 
 
+@pytest.mark.soak
 def test_a_coordinator_that_returns_without_one_of_its_peers_loads_the_ring_again(
     swarms: Callable[[int], Swarm],
 ) -> None:
