@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 LASTS_S = 6 * 3600.0
-"""A machine that was slow while somebody played on it is taken for an ordinary one later, and measured anew when it
-gets a stage; until then nobody would look."""
+"""A machine that was slow while somebody played on it, or behind a relay, is taken for an ordinary one later, and
+measured anew when it gets a stage; until then nobody would look."""
 MOST_NODES, MOST_KINDS, MOST_LINKS = 1024, 8, 64
 """Nodes remembered; kinds of weights, and neighbours, of each. Beyond that the one heard of longest ago goes."""
 STRAGGLES, RECOVERED = 2.0, 1.5
@@ -57,8 +57,8 @@ class _Machine:
     boot: BootId | None = None
     paces: dict[Weights, _Pace] = field(default_factory=dict)
     """The newest last."""
-    links: dict[NodeId, LinkSeen] = field(default_factory=dict)
-    """By who is at the other end of what this node dialled; the newest last."""
+    links: dict[NodeId, tuple[LinkSeen, float]] = field(default_factory=dict)
+    """By who is at the other end of what this node dialled, and when it was measured; the newest last."""
     straggles: bool = False
 
 
@@ -85,18 +85,18 @@ class MachineBook:
         self._mark_stragglers(weights, now)
 
     def note_link(
-        self, sender: NodeId, receiver: NodeId, round_trip_ms: float | None, mbit_per_s: float | None = None
+        self, sender: NodeId, receiver: NodeId, round_trip_ms: float | None, mbit_per_s: float | None, now: float
     ) -> None:
         """Of a way that `sender` dialled; None is what was not measured, and what was known of it stays."""
         if sender == receiver or (round_trip_ms is None and mbit_per_s is None):
             return
         links = self._of(sender).links
-        known = links.get(receiver, LinkSeen())
+        known, _ = links.get(receiver, (LinkSeen(), now))
         seen = LinkSeen(
             known.round_trip_ms if round_trip_ms is None else round_trip_ms,
             known.mbit_per_s if mbit_per_s is None else mbit_per_s,
         )
-        _renew(links, receiver, seen, MOST_LINKS)
+        _renew(links, receiver, (seen, now), MOST_LINKS)
 
     def forget(self, node: NodeId) -> None:
         """It was removed from the swarm."""
@@ -112,7 +112,12 @@ class MachineBook:
         """
         fresh = self._fresh(now)
         medians = {kind: median(paces.values()) for kind, paces in fresh.items()}
-        links = {(a, b): seen for a, machine in self._machines.items() for b, seen in machine.links.items()}
+        links = {
+            (sender, receiver): seen
+            for sender, machine in self._machines.items()
+            for receiver, (seen, at_s) in machine.links.items()
+            if now - at_s < LASTS_S
+        }
         if not medians:
             return Measured(links=links)
         usual_ms = medians[weights if weights in medians else self._newest_kind()]

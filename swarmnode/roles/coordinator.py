@@ -353,7 +353,8 @@ class Coordinator:
                 ring = self.rings.get(RingId(held.ring))
                 if ring is not None and ring.stage_of(identity.node) == held.stage:
                     ring.take_links(held.stage, held.links)
-            self.machines.note_link(identity.node, self.context.identity.node, member.beat.round_trip_ms)
+            here, trip_ms = self.context.identity.node, member.beat.round_trip_ms
+            self.machines.note_link(identity.node, here, trip_ms, None, trio.current_time())
             self._tell_stragglers()
             self._note_lost(identity.node, {held.ring for held in member.beat.stages})
             if came:

@@ -210,7 +210,7 @@ class LoadedRing:
         """While a stage is being linked anew, its lanes are on no route: what they were stays known."""
         if links and all(link.route for link in links):
             self.links[stage] = links
-            self.measures.linked(stage, links)
+            self.measures.linked(stage, links, trio.current_time())
 
     @property
     def route(self) -> str:

@@ -31,12 +31,12 @@ class RingMeasures:
         if step_ms is not None:
             self._step(stage, step_ms, now)
 
-    def linked(self, stage: int, links: Sequence[LaneLink]) -> None:
+    def linked(self, stage: int, links: Sequence[LaneLink], now: float) -> None:
         """What its lanes to the next stage measured, the best of them: prompts may queue on theirs."""
         sender, receiver = (self._stages[i % len(self._stages)].peer.node for i in (stage, stage + 1))
         trips = [link.round_trip_ms for link in links if link.round_trip_ms is not None]
         rates = [link.mbit_per_s for link in links if link.mbit_per_s is not None]
-        self._book.note_link(sender, receiver, min(trips, default=None), max(rates, default=None))
+        self._book.note_link(sender, receiver, min(trips, default=None), max(rates, default=None), now)
 
     def replied(self, tokens: int, timing: Mapping[str, Any], now: float) -> None:
         """A reply of `tokens` that had the ring for itself has ended: what its steps took of each stage."""

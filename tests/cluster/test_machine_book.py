@@ -73,7 +73,7 @@ def test_what_was_measured_hours_ago_counts_no_more() -> None:
 
 def test_a_node_that_starts_anew_may_use_another_device() -> None:
     machines = book((A, BF16, 10.0), (B, BF16, 90.0))
-    machines.note_link(B, A, 3.0)
+    machines.note_link(B, A, 3.0, None, 1.0)
     machines.came(B, BootId("first"))
     assert machines.seen(BF16, 2.0).paces == {A: 10.0}
     machines.note_step(B, BF16, 90.0, 1.0, 2.0)
@@ -91,17 +91,18 @@ def test_numbers_that_are_no_measure_are_none(ms: float, gib: float) -> None:
 
 def test_links_keep_what_a_later_report_did_not_measure() -> None:
     machines = MachineBook()
-    machines.note_link(A, B, 20.0, 50.0)
-    machines.note_link(A, B, 30.0)
-    machines.note_link(A, B, None, None)
-    machines.note_link(A, A, 1.0)
-    assert machines.seen(BF16, 0.0).links == {(A, B): LinkSeen(30.0, 50.0)}
+    machines.note_link(A, B, 20.0, 50.0, 0.0)
+    machines.note_link(A, B, 30.0, None, 1.0)
+    machines.note_link(A, B, None, None, 2.0)
+    machines.note_link(A, A, 1.0, None, 2.0)
+    assert machines.seen(BF16, LASTS_S).links == {(A, B): LinkSeen(30.0, 50.0)}
+    assert machines.seen(BF16, LASTS_S + 1.0).nothing, "it may go another way by now"
 
 
 def test_who_was_removed_is_forgotten_at_both_ends() -> None:
     machines = book((A, BF16, 10.0), (B, BF16, 90.0))
     for sender, receiver in ((A, B), (B, A), (A, C)):
-        machines.note_link(sender, receiver, 5.0)
+        machines.note_link(sender, receiver, 5.0, None, 2.0)
     machines.forget(B)
     seen = machines.seen(BF16, 3.0)
     assert (seen.paces, set(seen.links)) == ({A: 10.0}, {(A, C)})
@@ -118,7 +119,7 @@ def test_everything_is_bounded_and_the_oldest_goes() -> None:
     assert A not in machines.seen(Weights("0", "", ""), 0.0).paces
     assert A in machines.seen(Weights("1", "", ""), 0.0).paces
     for number in range(MOST_LINKS + 1):
-        machines.note_link(A, NodeId(f"far-{number}"), 1.0)
+        machines.note_link(A, NodeId(f"far-{number}"), 1.0, None, 0.0)
     ways = machines.seen(BF16, 0.0).links
     assert (len(ways), (A, NodeId("far-0")) in ways) == (MOST_LINKS, False)
 

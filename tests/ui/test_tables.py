@@ -157,9 +157,9 @@ def test_a_peer_that_was_told_nothing_says_auto() -> None:
 
 def test_ps_marks_a_straggler() -> None:
     peers = [{"name": name, "state": "alive", "straggles": name == "den"} for name in ("den", "desk")]
-    lines = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]
-    rows = [line[:3] for line in lines if line and line[0] in ("den", "desk")]
-    assert rows == [["den", "alive", "slow"], ["desk", "alive", "-"]]
+    rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]
+    marked = {row[0]: row[1:3] for row in rows if row and row[0] in ("den", "desk")}
+    assert marked == {"den": ["alive", "slow"], "desk": ["alive", "-"]}
 
 
 @pytest.mark.parametrize("width", [80, 60])
@@ -296,29 +296,3 @@ def test_a_lost_ring_says_what_it_waits_for() -> None:
     assert lines[-1] == "lost: stage 1 · waits for: 2 free peers?[2J · next try in 12 s · 1 try failed"
     text = shown(status_view(status | {"restoring": {**again, "waits_for": "", "next_try_s": None, "failures": 0}}))
     assert text.splitlines()[-1] == "lost: stage 1 · is being loaded again"
-
-
-ABSENT = {
-    "coordinator": None,
-    "last_coordinator": "de\x1bsk",
-    "age_s": 41.3,
-    "voters": ["desk", "pc-1", "pc-2"],
-    "peers": [{"node": "n1", "name": "pc-1", "state": "alive", "address": "127.0.0.1:7702"}],
-    "rings": [],
-}
-
-
-def test_ps_of_a_node_without_a_coordinator_says_so_and_from_when_its_members_are() -> None:
-    text = shown(ps_view(ABSENT))
-    assert text.startswith("this node is without a coordinator; its members as de?sk told them 41 s ago")
-    assert NO_RINGS not in text, "it cannot know"
-    rows = [line.split() for line in text.splitlines()]
-    assert any(row[:2] == ["pc-1", "alive"] and "127.0.0.1:7702" in row for row in rows)
-    assert "desk" in text
-
-
-def test_a_loop_that_is_late_is_shown_beside_the_state_and_one_that_is_not_is_not() -> None:
-    late, fine = ({**NODES["peers"][0], "name": name, "health": health} for name, health in (("slow", 3), ("fine", 0)))
-    rows = [line.split() for line in shown(ps_view({**NODES, "peers": [late, fine]})).splitlines()]
-    assert any(row[:4] == ["slow", "alive", "late", "3"] for row in rows)
-    assert any(row[:3] == ["fine", "alive", "peer"] for row in rows)
