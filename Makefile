@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/swarmnode demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not soak" --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not soak" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

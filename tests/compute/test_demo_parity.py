@@ -60,7 +60,7 @@ def references(folder: Path, prompts: list[list[int]], tmp_path_factory: pytest.
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("stages", [1, 3, 5, pytest.param(2, marks=pytest.mark.soak)])
 def test_ten_real_prompts(
     stages: int, folder: Path, prompts: list[list[int]], references: list[Reference], parity: Parity
 ) -> None:

@@ -45,7 +45,7 @@ def users_of(folder: Path) -> list[int]:
     return [pid for pid in found if alive(pid)]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_question_is_answered_and_nothing_stays(demo_models_root: Path, data_dir: Path, stages: int) -> None:
     arguments = ["demo", "--once", "--json", "--max-tokens", "12", "--stages", stages, "--data-dir", data_dir]
     done = swarmnode(*arguments, SWARM_SERVABLE_MODELS_ROOT=str(demo_models_root))

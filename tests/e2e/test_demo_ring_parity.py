@@ -146,7 +146,7 @@ def check(text: str, usage: Any, expected: Reference, count: Count) -> None:
     count.excused += 1
 
 
-@pytest.mark.parametrize("stages", ASKED)
+@pytest.mark.parametrize("stages", [2, 1, 5, pytest.param(3, marks=pytest.mark.soak)])
 def test_greedy_replies_equal_generate(
     swarm: Swarm, references: list[Reference], sampled: dict[int, str], count: Count, stages: int
 ) -> None:
@@ -168,7 +168,7 @@ def sampled() -> dict[int, str]:
 def test_a_seed_gives_the_same_reply_whatever_the_stage_count(
     sampled: dict[int, str], references: list[Reference]
 ) -> None:
-    assert len(sampled) == 4, "the tests above ran"
+    assert sampled.keys() >= {1, 2, 5}, "the tests above ran"
     assert len(set(sampled.values())) == 1, sampled
     assert sampled[1] != references[4].texts[-1], "it was sampled, not the greedy reply"
 
