@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode import __version__
+from swarmnode.compute.freed_memory import return_freed_memory
 from swarmnode.compute.kv_room import Load, admitted_tokens, kv_cost, kv_room
 from swarmnode.compute.step_costs import (
     Slice,
@@ -63,6 +64,7 @@ def report_stage(
 
     progress("measuring", 0, 1)
     costs = _costs(spec, engine, load_s)
+    return_freed_memory()  # of the steps that were measured: what the allocator keeps would be missing to conversations
     model = engine.model
     longest = piece_tokens(spec) or spec.context_tokens
     cost = kv_cost(model, engine.probe(), longest)
