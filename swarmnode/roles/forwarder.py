@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 FORWARDED = ("/v1", "/api/v1")
 NODES, LAST_KNOWN = "/api/v1/nodes", b"last_known=1"
 """Only who asks for them gets the last known nodes: everybody else is better off with an error."""
+ANSWERED_KEY = "swarmnode.answered"
+"""In a call's scope: the coordinator's answer has begun, and no other can."""
 MAX_LET_IN = 64
 """Credentials remembered that the coordinator let in."""
 UNKNOWN = "this node is not connected to its coordinator at the moment; try again in a few seconds"
@@ -99,7 +101,8 @@ class Forwarder:
 
     async def _without_coordinator(self, scope: Scope, receive: Receive, send: Send, why: str) -> None:
         """Whoever asks for the last known nodes gets them, if the coordinator lets everybody in, or let them in."""
-        if (scope["method"], scope["path"], scope["query_string"]) == ("GET", NODES, LAST_KNOWN):
+        asked = (scope["method"], scope["path"], scope["query_string"]) == ("GET", NODES, LAST_KNOWN)
+        if asked and not scope.get(ANSWERED_KEY):
             open_here = self._context.known.heading.open and not self._closed
             found = last_known(self._context.known, time.time())
             if found is not None and (open_here or _credentials(scope) in self._let_in):
@@ -107,7 +110,8 @@ class Forwarder:
                 return
         raise _no_coordinator(why)
 
-    def _note_let_in(self, scope: Scope, status: int) -> None:
+    def _note_answer(self, scope: Scope, status: int) -> None:
+        scope[ANSWERED_KEY] = True
         if scope["method"] == "GET" and scope["path"] == NODES:
             self._let_in.pop(_credentials(scope), None)
             if status == 200:
@@ -122,7 +126,7 @@ class Forwarder:
             try:
                 await call.begin(scope["method"], _target(scope), self._headers(scope))
                 nursery.start_soon(_hand_on_body, receive, call, nursery.cancel_scope.cancel)
-                await _answer(call, send, lambda status: self._note_let_in(scope, status))
+                await _answer(call, send, lambda status: self._note_answer(scope, status))
             finally:
                 await call.hang_up()
             nursery.cancel_scope.cancel()
