@@ -24,8 +24,7 @@ FIRST, SECOND, THIRD = VOTERS = ("coordinator", "attic", "cellar")
 
 
 class Voters:
-    """A coordinator, and two peers that may follow it; each has an API port, and so have the `others`,
-    who may not and offer more memory."""
+    """A coordinator, and two peers that may follow it; each has an API port, and so have the `others`, who do not."""
 
     def __init__(self, folder: Path, models_root: Path, others: tuple[str, ...] = ()) -> None:
         self.swarm = start_swarm(folder, models_root, peers=0)
@@ -33,7 +32,7 @@ class Voters:
         try:
             self.local.start_peers(SECOND, THIRD, extra=("--voter", *WITH_API))
             if others:
-                self.local.start_peers(*others, memory="8G", extra=WITH_API)
+                self.local.start_peers(*others, extra=WITH_API)
             self.apis = {name: str(self.ready(name)["api"]) for name in (*VOTERS, *others)}
             wait_until(lambda: len(self.voters(self.local.api)) == len(VOTERS), "all three vote")
         except BaseException:
