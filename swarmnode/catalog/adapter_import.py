@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -128,7 +129,7 @@ def _layer(name: str) -> int:
 def _manifest(base: Manifest, adapter: Adapter, chosen: ModelId, source: str, files: list[FileEntry]) -> Manifest:
     arch = base.architecture.model_copy(update={"adapter_params": _params(adapter.tensors, base)})
     changes = {"id": chosen, "base": source, "architecture": arch, "export": "adapters", "created": int(time.time())}
-    return base.model_copy(update={**changes, "files": tuple(files)})
+    return base.model_copy(update={**changes, "import_id": uuid.uuid4().hex, "files": tuple(files)})
 
 
 def _params(tensors: Mapping[str, SourceTensor], base: Manifest) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,7 @@ def _export(
             sampling=sampling_defaults(checkpoint.generation_config),
             eos_token_ids=eos_token_ids(checkpoint.folder, checkpoint.config, checkpoint.generation_config),
             created=int(time.time()),
+            import_id=uuid.uuid4().hex,
             files=tuple(_write_files(checkpoint, shards, folder, total, report)),
         )
     except ValidationError as error:

@@ -7,6 +7,7 @@ Layout of a servable: `<model>/servable.json`, `<model>/shards/stage-<i>/*.safet
 
 from __future__ import annotations
 
+import hashlib
 import re
 from itertools import pairwise
 from typing import Annotated, Final, Literal
@@ -106,11 +107,18 @@ class Manifest(_Record):
     eos_token_ids: tuple[int, ...] = ()
     created: int = Field(default=0, ge=0)
     """Unix seconds of the import."""
+    import_id: str = Field(default="", max_length=64)
+    """Random: no two imports have the same manifest, whatever they are made of."""
     files: tuple[FileEntry, ...] = Field(max_length=MAX_FILES)
 
     @property
     def model_id(self) -> ModelId:
         return parse_model_id(self.id)
+
+    @property
+    def digest(self) -> str:
+        """Of this import and its copies, sha256; the same in versions that know more fields."""
+        return hashlib.sha256(self.model_dump_json(exclude_defaults=True).encode()).hexdigest()
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

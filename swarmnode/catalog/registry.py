@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING
 
@@ -37,6 +38,8 @@ class _Scanned:
     fingerprint: _Fingerprint
     manifest: Manifest | None
     problem: str
+    digest: str = ""
+    """The manifest's."""
 
 
 class Registry:
@@ -45,10 +48,17 @@ class Registry:
     Synchronous and cheap: one directory listing and two stats for each model.
     """
 
-    def __init__(self, root: Path, elsewhere: Callable[[], Mapping[str, Manifest]] = dict) -> None:
-        """`elsewhere`: servables, by id, whose files may lie on other machines only."""
+    def __init__(
+        self,
+        root: Path,
+        elsewhere: Callable[[], Mapping[str, Manifest]] = dict,
+        removed: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`elsewhere`: servables, by id, whose files may lie on other machines only. `removed`: imports that were taken
+        out of the swarm, by digest, with the time in Unix seconds: what lies here of them is not served."""
         self.root = root
         self._elsewhere = elsewhere
+        self._removed = removed
         self._hidden: set[str] = set()
         self._scanned: dict[str, _Scanned] = {}
 
@@ -59,18 +69,25 @@ class Registry:
 
     def here(self) -> tuple[Manifest, ...]:
         """Those with their files under `root`, by id."""
-        found = (scanned.manifest for _, scanned in sorted(self._scan().items()))
-        return tuple(manifest for manifest in found if manifest is not None and manifest.id not in self._hidden)
+        found = (scanned.manifest for _, scanned in sorted(self._look().items()))
+        return tuple(manifest for manifest in found if manifest is not None)
 
     def problems(self) -> dict[str, str]:
         """Folders that look like servables and are not served, each with the reason."""
-        return {name: scanned.problem for name, scanned in sorted(self._scan().items()) if scanned.manifest is None}
+        return {name: scanned.problem for name, scanned in sorted(self._look().items()) if scanned.manifest is None}
+
+    def left_over(self, model: str) -> Manifest | None:
+        """What lies here of a servable that was removed from the swarm, and that only its folder's removal ends."""
+        scanned = self._scan().get(model)
+        if scanned is None or scanned.digest not in self._removed() or self.hides(model):
+            return None
+        return scanned.manifest
 
     def get(self, model: str) -> Manifest:
         """One servable; raises ModelNotFound that names the served ids, or why this one is not served."""
         if model in self._hidden:
             raise ModelNotFound(f"model {model!r} is being removed", param="model")
-        scanned = self._scan()
+        scanned = self._look()
         found, elsewhere = scanned.get(model), self._elsewhere()
         if (found is None or found.manifest is None) and model in elsewhere:
             return elsewhere[model]
@@ -90,17 +107,23 @@ class Registry:
         finally:
             self._hidden.discard(model)
 
-    def remove_files(self, model: ModelId) -> None:
-        """Delete a servable's folder, if it has one here. Raises Conflict while an import of it runs, and InvalidModel
-        where the file system refuses."""
-        if not os.path.lexists(self.root / model):
+    def hides(self, model: str) -> bool:
+        """Whether it is being removed."""
+        return model in self._hidden
+
+    def remove_files(self, manifest: Manifest) -> None:
+        """Delete the folder of this import, if it lies here; another one that came in its place stays. Raises Conflict
+        while an import of that id runs, and InvalidModel where the file system refuses."""
+        folder = self.root / manifest.id
+        if not os.path.lexists(folder):
             return
-        workspace = Workspace(self.root, model)
+        workspace = Workspace(self.root, manifest.model_id)
         try:
-            with workspace.opened():
-                workspace.remove()
+            with workspace.held():
+                if read_manifest(folder / MANIFEST_NAME).digest == manifest.digest:
+                    workspace.remove()
         except OSError as error:
-            raise InvalidModel(f"{model} cannot be removed: {error.strerror}: {error.filename}") from error
+            raise InvalidModel(f"{manifest.id} cannot be deleted: {error.strerror}: {error.filename}") from error
 
     def file_path(self, model: str, entry: FileEntry) -> Path:
         """Where a file of a servable lies; raises InvalidModel unless it is a plain file of the recorded size.
@@ -125,13 +148,30 @@ class Registry:
         return Archive(tuple(members), modified_s=manifest.created)
 
     def _folder(self, manifest: Manifest) -> Path:
-        folder = self.root / manifest.id
-        if not os.path.lexists(folder):
+        found = self._look().get(manifest.id)
+        if found is None or found.manifest != manifest:
+            other = f" (what lies here under that name: {found.problem})" if found is not None and found.problem else ""
             raise InvalidModel(
-                f"the files of {manifest.id} are not on this machine, and no peer that is connected has them; "
+                f"the files of {manifest.id} are not on this machine{other}, and no peer that is connected has them; "
                 "start one that does, or import the model here"
             )
-        return folder
+        return self.root / manifest.id
+
+    def _look(self) -> dict[str, _Scanned]:
+        """What is there, as `_scan`, with the servables that were removed from the swarm among the problems."""
+        removed = self._removed()
+        return {
+            name: self._not_served(name, scanned, removed[scanned.digest]) if scanned.digest in removed else scanned
+            for name, scanned in self._scan().items()
+        }
+
+    def _not_served(self, name: str, scanned: _Scanned, removed_s: float) -> _Scanned:
+        day = time.strftime("%Y-%m-%d", time.gmtime(removed_s))
+        why = (
+            f"it was removed from the swarm on {day}; delete {self.root / name} (`swarmnode model-remove {name}` does, "
+            "while this machine coordinates), or import it again with --replace to serve it"
+        )
+        return replace(scanned, manifest=None, problem=why)
 
     def _scan(self) -> dict[str, _Scanned]:
         """What is there now, by folder name; a new dictionary each time, so that threads may ask at once."""
@@ -155,7 +195,8 @@ class Registry:
 
     def _read(self, name: str, fingerprint: _Fingerprint) -> _Scanned:
         try:
-            return _Scanned(fingerprint, _read_servable(self.root / name), "")
+            manifest = _read_servable(self.root / name)
+            return _Scanned(fingerprint, manifest, "", manifest.digest)
         except InvalidModel as error:
             return _Scanned(fingerprint, None, error.message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from contextlib import contextmanager, suppress
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 
     from swarmnode.ids import ModelId
 
+_log = logging.getLogger(__name__)
+
 HIDDEN_PREFIX = "."
 """Folders beginning with it are never servables: model ids begin with a letter or digit."""
+_REMOVED_PREFIX = ".removed-"
 _REFUSED = (InvalidModel, InvalidRequest)
 """Errors after which the same download would be refused again."""
 
@@ -33,7 +37,7 @@ class Workspace:
         self._root = root
         self._target = root / model_id
         self._replaced = root / f".replaced-{model_id}"
-        self._removed = root / f".removed-{model_id}"
+        self._removed = root / f"{_REMOVED_PREFIX}{model_id}"
         self._folder = root / f".importing-{model_id}"
         self.model = self._folder / "model"
         self.scratch = self._folder / "scratch"
@@ -55,19 +59,17 @@ class Workspace:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def remove(self) -> None:
-        """Take the model away: it is not served from one rename on, and then its files go."""
+        """Take the model away: it is not served from one rename on, and then its files go (see `sweep_removed`)."""
+        self._clear(self._removed)
         self._target.rename(self._removed)
         _sync_folder(self._root)
-        shutil.rmtree(self._removed)
+        with suppress(FileNotFoundError):  # another process sweeps it
+            shutil.rmtree(self._removed)
 
     @contextmanager
     def opened(self) -> Iterator[Workspace]:
         """Own the folder, cleared of what a crashed import left; Conflict while another import holds it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            self._lock(descriptor)
-            self._restore()
+        with self.held():
             self._clear(self.model, self.scratch, self._removed)
             self.model.mkdir()
             self.scratch.mkdir()
@@ -78,6 +80,18 @@ class Workspace:
                 raise
             else:
                 self._clear(self.download, self.scratch, self.model)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No import of this id runs or begins within the block, and what one that broke brought stays; Conflict while
+        one runs."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            self._lock(descriptor)
+            self._restore()
+            try:
+                yield
             finally:
                 with suppress(OSError):
                     self._folder.rmdir()  # stays while it holds a download
@@ -106,6 +120,19 @@ class Workspace:
     def _clear(*folders: Path) -> None:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep_removed(root: Path) -> None:
+    """Finish the removals that were cut off after their rename; one that cannot be finished is named in the log."""
+    try:
+        folders = list(root.glob(f"{_REMOVED_PREFIX}*"))
+    except OSError as error:
+        _log.warning("%s cannot be read: %s", root, error.strerror)
+        return
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        if os.path.lexists(folder):
+            _log.warning("%s is left of a model that was removed and cannot be deleted; delete it by hand", folder)
 
 
 def _sync_folder(folder: Path) -> None:

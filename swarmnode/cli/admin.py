@@ -28,9 +28,11 @@ Example:
 
     swarmnode model-unload smollm2-135m-instruct
 """
-REMOVE_HELP = """Take a model out of the catalogue, and delete its files from the coordinator's disk.
+REMOVE_HELP = """Take a model out of the swarm, and delete its files from the coordinator's disk.
 
-What peers fetched of it stays in their caches.
+On other machines nothing is deleted: a folder of it there, or one that is copied from there, stays and is not served.
+While that machine coordinates, this command deletes it, too. Import the model again to serve it. What peers fetched
+of it stays in their caches.
 
 Example:
 
@@ -111,7 +113,7 @@ def model_unload(
 
 def model_remove(
     model: Annotated[str, typer.Argument(help="The model's id.")],
-    force: Annotated[bool, typer.Option("--force", help="Unload it first, running replies cut off.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Unload it, too; running replies are cut off.")] = False,
     api: ApiOption = DEFAULT_API,
     token: TokenOption = None,
     json_output: JsonFlag = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ def _manifest(folder: Path, script: Script, layers: int, stages: int, context_to
         boundaries=tuple(layers * i // stages for i in range(1, stages)),
         dtype="float32",
         eos_token_ids=(script.eos,),
+        import_id=uuid.uuid4().hex,
         files=tuple(_entry(folder, path) for path in files),
     )
 

@@ -27,7 +27,7 @@ from swarmnode.cluster.ring_life_messages import (
 )
 from swarmnode.cluster.roll import Roll
 from swarmnode.driver import Driver
-from swarmnode.errors import Conflict, LinkBroken, NotCoordinator, ProtocolError
+from swarmnode.errors import Conflict, InvalidModel, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.control_channels import ControlChannels
 from swarmnode.roles.dialing_back import DialBacks
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from swarmnode.api.backend import LoadOptions
+    from swarmnode.catalog.manifest import Manifest
     from swarmnode.catalog.registry import Registry
     from swarmnode.cluster.membership import MembershipEvent, MembershipInput
     from swarmnode.cluster.node_book import NodeRecord
@@ -160,10 +161,10 @@ class Coordinator:
         """Write down the rings that run, for whoever coordinates after a restart. Raises as `SwarmState`'s changes."""
         if self._state is None:
             return
-        running = [ring for ring in self.rings.values() if ring.runs]
+        running = [ring for ring in self.rings.values() if ring.runs and not self.registry.hides(ring.model)]
         for ring in running:
             self.restoring.up(ring)
-        leaving = {ring.model for ring in self.rings.values() if ring.draining}
+        leaving = {r.model for r in self.rings.values() if r.draining or self.registry.hides(r.model)}
         await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
 
     async def _keep_quietly(self) -> None:
@@ -178,17 +179,36 @@ class Coordinator:
         if ring.runs:
             await self._keep_quietly()
 
-    async def forget_model(self, model: ModelId) -> None:
-        """Out of the catalogue, which others may have to agree to, and then off this machine's disk. Raises Conflict
-        for one that has a ring, and as `SwarmState`'s changes and `Registry.remove_files`."""
+    async def forget_model(self, manifest: Manifest) -> None:
+        """Out of the catalogue first, which others may have to agree to; then its memory comes back; then its files go
+        from this machine's disk. Raises as `SwarmState`'s changes, before anything is unloaded or deleted, and as
+        `delete_files`."""
+        try:
+            with self.registry.hidden(manifest.model_id):  # no load begins, and its ring is not written down anew
+                await self._forget_hidden(manifest)
+        except (InvalidModel, *NOT_KEPT):
+            await self._keep_quietly()  # what was written meanwhile left its ring out
+            raise
+
+    async def _forget_hidden(self, manifest: Manifest) -> None:
+        model = manifest.model_id
+        if self._state is not None:
+            await self._state.drop_model(manifest, time.time())
+        self.restoring.forget(model)
         if (ring := self.ring_of(model)) is not None:
-            raise Conflict(f"{model} is {ring.state} again; unload it first")
-        here = {manifest.id: manifest for manifest in self.registry.here()}
-        manifest = self.registry.get(model)
-        with self.registry.hidden(model):  # from here on no load begins
-            if self._state is not None:
-                await self._state.drop_model(manifest, elsewhere=model not in here)
-            await trio.to_thread.run_sync(self.registry.remove_files, model)
+            await ring.unload(force=True)
+        self.ended.pop(model, None)
+        await self.delete_files(manifest)
+
+    async def delete_files(self, manifest: Manifest) -> None:
+        """Of a model that is removed. Raises Conflict or InvalidModel that says that they are still here."""
+        try:
+            await trio.to_thread.run_sync(self.registry.remove_files, manifest)
+        except (Conflict, InvalidModel) as error:
+            raise type(error)(
+                f"{manifest.id} is removed from the swarm and no longer served, but its files are still on this "
+                f"machine: {error.message}; `swarmnode model-remove {manifest.id}` tries again"
+            ) from error
 
     def ring_of(self, model: ModelId) -> LoadedRing | None:
         """The ring that serves or is to serve `model`."""

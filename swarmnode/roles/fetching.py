@@ -6,8 +6,10 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import trio
+
 from swarmnode.catalog.chunks import chunk_lists
-from swarmnode.errors import FetchFailed, InvalidModel, LinkBroken
+from swarmnode.errors import FetchFailed, InvalidModel, NoSpace, SwarmError
 from swarmnode.roles.file_client import FetchProgress, fetch_file, fetch_whole
 from swarmnode.roles.slice_client import Shard, fetch_slices
 from swarmnode.wire.address import parse_address
@@ -45,8 +47,8 @@ async def fetch_files(
         try:
             async with context.roads.to_coordinator("files") as dialed:
                 await fetch_whole(dialed.up, spec.model, missing, store, progress)
-        except InvalidModel:  # it followed the coordinator that had them
-            await _fetch_shared(context, spec, whole, store, progress)
+        except InvalidModel as error:  # it followed the coordinator that had them, or its copy is damaged
+            await _fetch_shared(context, spec, whole, store, progress, error.message)
     shards = {entry.sha256: Shard(entry, lists[path]) for path, entry in sliced.items()}
     if shards:
         await fetch_slices(context, spec, store, [shards[sha256] for sha256 in sorted(shards)], progress)
@@ -54,9 +56,15 @@ async def fetch_files(
 
 
 async def _fetch_shared(
-    context: NodeContext, spec: LoadSpec, files: Sequence[FileEntry], store: ShardStore, progress: FetchProgress
+    context: NodeContext,
+    spec: LoadSpec,
+    files: Sequence[FileEntry],
+    store: ShardStore,
+    progress: FetchProgress,
+    why: str,
 ) -> None:
-    """Bring whole files from peers that have some of them. Raises InvalidModel where some are left."""
+    """Bring whole files from peers that have some of them; whatever is wrong with one, the next is asked. Raises
+    NoSpace of this disk, and InvalidModel where some are left; `why`: what the coordinator answered."""
     for node, address in spec.sources if DIRECT in context.settings.link_routes else ():
         options = LinkOptions(traffic=context.traffic, node=node)
         try:
@@ -64,11 +72,13 @@ async def _fetch_shared(
                 for entry in store.missing(files):
                     with suppress(FetchFailed):  # it may have the next one
                         await fetch_file(channel, spec.model, entry, store, progress, node[:8])
-        except LinkBroken as error:
-            _log.info("%s: nothing is fetched from %s: %s", spec.model, node[:8], error)
+        except NoSpace:
+            raise
+        except (SwarmError, trio.TooSlowError) as error:
+            _log.info("%s: nothing more is fetched from %s: %s", spec.model, node[:8], str(error) or "it is too slow")
         if not store.missing(files):
             return
     raise InvalidModel(
         f"{store.missing(files)[0].path}: neither the coordinator nor a peer that is connected has this file of "
-        f"{spec.model}; start a machine that has, or import the model on the coordinator's"
+        f"{spec.model}; start a machine that has, or import the model on the coordinator's (which answers: {why})"
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import Conflict, FetchFailed, ProtocolError, from_wire
+from swarmnode.errors import Conflict, FetchFailed, LinkBroken, ProtocolError, from_wire
 from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ FETCH_PROGRESS_S = 60.0
 """No bytes for this long: the coordinator's disk or the link is stuck, and the load fails rather than waits."""
 PEER_SILENCE_S = 10.0
 """The same for another peer: there are others to ask."""
+PEER_BYTES_PER_S = 256 << 10
+"""2 Mbit/s: another peer that brings a file more slowly is left, however regularly it sends."""
 SHARED_WAIT_S = 0.25
 """Between looks at a file that another load of this peer is fetching."""
 REPORT_S = 0.25
@@ -66,11 +69,16 @@ async def fetch_file(
     progress: FetchProgress,
     source: str = COORDINATOR,
 ) -> None:
-    """Bring one whole file over a *files* channel, or over a *shares* channel from another peer."""
+    """Bring one whole file over a *files* channel, or over a *shares* channel from another peer.
+
+    Raises as `next_frame`, NoSpace, FetchFailed for what is not the file, and trio.TooSlowError for a peer that takes
+    longer than a slow uplink would.
+    """
     partial = await _begin(store, entry, progress)
     if partial is None:
         return
-    with partial:
+    rest_s = (entry.size - partial.length) / PEER_BYTES_PER_S
+    with partial, trio.fail_after(math.inf if source == COORDINATOR else PEER_SILENCE_S + rest_s):
         wanted = {"model": model, "path": entry.path, "size": entry.size, "sha256": entry.sha256}
         await channel.send(Frame("fetch", {**wanted, "offset": partial.length}))
         while (frame := await next_frame(channel, entry, source)).kind == "data":
@@ -96,18 +104,23 @@ async def _begin(store: ShardStore, entry: FileEntry, progress: FetchProgress) -
 
 
 async def next_frame(channel: Channel, entry: FileEntry, source: str = COORDINATOR) -> Frame:
-    """The next `data` or `fetched` of a transfer; raises FetchFailed where none came in time, or the error that
-    `source` answered."""
+    """The next `data` or `fetched` of a transfer. Raises the error that the coordinator answered, and FetchFailed for a
+    peer's, after which the channel goes on; FetchFailed or, of a peer, LinkBroken where nothing came in time;
+    ProtocolError for a frame that brings nothing."""
     patience_s = FETCH_PROGRESS_S if source == COORDINATOR else PEER_SILENCE_S
     try:
         with trio.fail_after(patience_s):
             frame = await channel.receive()
     except trio.TooSlowError:
-        raise FetchFailed(f"{entry.path}: no bytes from {source} for {patience_s:.0f} s") from None
+        silent = f"{entry.path}: no bytes from {source} for {patience_s:.0f} s"
+        raise (FetchFailed if source == COORDINATOR else LinkBroken)(silent) from None
     except trio.EndOfChannel:
         raise FetchFailed(f"{entry.path}: {source} ended the transfer") from None
     if frame.kind == "error":
-        raise from_wire(frame.header["code"], frame.header["message"])
+        error = from_wire(frame.header["code"], frame.header["message"])
+        raise error if source == COORDINATOR else FetchFailed(f"{entry.path}: {source} answered {error.message}")
     if frame.kind not in ("data", "fetched"):
         raise ProtocolError(f"a files channel brought {frame.kind}")
+    if frame.kind == "data" and not frame.body:
+        raise ProtocolError(f"{entry.path}: {source} sent data without a byte")
     return frame

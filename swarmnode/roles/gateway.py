@@ -15,6 +15,7 @@ from swarmnode.cluster.performance import Performance
 from swarmnode.errors import (
     Conflict,
     LoadFailed,
+    ModelNotFound,
     ModelNotLoaded,
     ModelRestoring,
     ModelUnloading,
@@ -125,27 +126,32 @@ class Gateway:
         return plan_report(planned) | {"evicts": [ring.model for ring in leaving]}
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
-        await self._give_back(self._coordinator.registry.get(model).model_id, force=force)
-        return self.status(model)
-
-    async def _give_back(self, model: ModelId, *, force: bool) -> None:
-        """Its memory on every peer; nor is it loaded again."""
-        ring = self._coordinator.ring_of(model)
-        self._coordinator.restoring.forget(model)
-        if ring is not None:
-            await ring.unload(force=force)
-        self._coordinator.ended.pop(model, None)
-        await self._coordinator.keep_rings()
-
-    async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
+        """Its memory on every peer comes back; nor is it loaded again."""
         coordinator = self._coordinator
         model_id = coordinator.registry.get(model).model_id
-        ring, state = coordinator.ring_of(model_id), self._state(model_id)
+        coordinator.restoring.forget(model_id)
+        if (ring := coordinator.ring_of(model_id)) is not None:
+            await ring.unload(force=force)
+        coordinator.ended.pop(model_id, None)
+        await coordinator.keep_rings()
+        return self.status(model)
+
+    async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
+        """Out of the catalogue, then unloaded, then its files deleted here: what a majority refuses changes nothing. Of
+        a model that was removed before, what is left here is deleted."""
+        coordinator = self._coordinator
+        try:
+            manifest = coordinator.registry.get(model)
+        except ModelNotFound:
+            if (left := coordinator.registry.left_over(model)) is None:
+                raise
+            await coordinator.delete_files(left)
+            return {"id": left.id, "removed": True}
+        ring, state = coordinator.ring_of(manifest.model_id), self._state(manifest.model_id)
         if not force and (ring is not None or state == "restoring"):
             raise Conflict(f"{model} is {state}; unload it first, or remove it with force")
-        await self._give_back(model_id, force=True)
-        await coordinator.forget_model(model_id)
-        return {"id": model_id, "removed": True}
+        await coordinator.forget_model(manifest)
+        return {"id": manifest.id, "removed": True}
 
     # what is going on
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from swarmnode.catalog.registry import Registry
+from swarmnode.catalog.workspace import sweep_removed
 from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.cluster.voter_book import Seated
 from swarmnode.errors import Conflict, InternalError, InvalidModel, NoSpace, NotCoordinator
@@ -23,7 +25,7 @@ from swarmnode.wire.address import parse_place
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from swarmnode.ids import NodeId
     from swarmnode.roles.api_port import ApiPort
@@ -62,12 +64,14 @@ class Office:
         self._parts = parts
 
     async def run(self) -> None:
-        voting = self._parts.voting
-        while True:
-            if voting.coordinates:
-                await self._coordinate(voting.term)
-            else:
-                await self._follow(voting.coordinator)
+        voting, root = self._parts.voting, self._parts.context.settings.models_root
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(partial(trio.to_thread.run_sync, sweep_removed, root, abandon_on_cancel=True))
+            while True:
+                if voting.coordinates:
+                    await self._coordinate(voting.term)
+                else:
+                    await self._follow(voting.coordinator)
 
     async def settled(self) -> None:
         """Wait until this node coordinates, or others vote as well: then it may take their time, or be another."""
@@ -106,7 +110,7 @@ class Office:
             raise InternalError(f"{parts.kept.folder} lost the swarm's key; restore it")
         keeper = NodeRecord(me.node, me.name, math.inf)
         enrolment = Enrolment(authority, state, parts.tls, parts.places, keeper=keeper)
-        registry = Registry(context.settings.models_root, lambda: state.models)
+        registry = Registry(context.settings.models_root, lambda: state.models, lambda: state.removed)
         return Coordinator(context, registry, enrolment, state, term=term)
 
     def _make_seats(self, coordinator: Coordinator, state: SwarmState) -> Seats:
@@ -166,24 +170,24 @@ class Office:
 
 
 async def _keep_catalogue(registry: Registry, state: SwarmState) -> None:
-    """What was imported here is known to whoever coordinates next. Where nobody else may, a folder that is gone is
-    gone; where others may, they can have its files."""
+    """What was imported here is known to whoever coordinates next; the log names each folder that is not served."""
+    told: dict[str, str] = {}
     while True:
-        try:
-            await finish_removals(registry, state)
-            found = {manifest.id: manifest for manifest in registry.here()}
-            alone = len(state.seats.records()) <= 1
-            await state.keep_models(found, beside=not alone)
-        except (InvalidModel, *NOT_KEPT) as error:
-            _log.warning("the catalogue is not written down: %s", error)
+        told = await write_catalogue(registry, state, told)
         await trio.sleep(CATALOGUE_S)
 
 
-async def finish_removals(registry: Registry, state: SwarmState) -> None:
-    """Delete what was removed while another node coordinated and could not reach this disk."""
-    for manifest in registry.here():
-        if state.was_removed(manifest):
-            _log.warning("%s was removed while another node coordinated; its files here are deleted now", manifest.id)
-            with registry.hidden(manifest.model_id):
-                await trio.to_thread.run_sync(registry.remove_files, manifest.model_id)
-            await state.deleted(manifest)
+async def write_catalogue(registry: Registry, state: SwarmState, told: Mapping[str, str]) -> dict[str, str]:
+    """Once. Where nobody else may coordinate, a folder that is gone is gone; where others may, they can have its files.
+    Returns why folders are not served, of which `told` is known."""
+    problems = dict(told)
+    try:
+        problems = registry.problems()
+        for name in sorted(name for name, why in problems.items() if told.get(name) != why):
+            _log.warning("%s is not served: %s", name, problems[name])
+        found = {manifest.id: manifest for manifest in registry.here()}
+        alone = len(state.seats.records()) <= 1
+        await state.keep_models(found, beside=not alone)
+    except (InvalidModel, *NOT_KEPT) as error:
+        _log.warning("the catalogue is not written down: %s", error)
+    return problems

@@ -33,6 +33,12 @@ def to_record(planned: PlannedRing) -> dict[str, Any]:
     }
 
 
+def model_of(record: Mapping[str, Any]) -> str | None:
+    """The model of a ring that `to_record` wrote; None for another record."""
+    stages = record.get("stages")
+    return str(stages[0]["spec"].get("model")) if stages else None
+
+
 def from_record(record: Mapping[str, Any]) -> PlannedRing:
     """Raises ValueError for what `to_record` did not write."""
     try:

@@ -2,7 +2,8 @@
 
 The coordinator gives what no peer has, and takes over what a peer is too slow for. A source that lies, stalls or leaves
 is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's, unless it
-says that it has not got the files: then the peers have to have all of them.
+answers InvalidModel: it has not got the files, or what it has is damaged. Then the peers have to have all of them, and
+where they have not, its answer is the load's error and says which of the two it is.
 """
 
 from __future__ import annotations
@@ -212,7 +213,9 @@ class _SliceFetch:
                             await self._bring(channel, batch, name)
                     await trio.sleep(ASK_AGAIN_S)
         except (SwarmError, trio.TooSlowError) as error:
-            _log.info("%s: nothing more is fetched from %s: %s", self._spec.model, node[:8], error or "it is too slow")
+            _log.info(
+                "%s: nothing more is fetched from %s: %s", self._spec.model, node[:8], str(error) or "it is too slow"
+            )
         finally:
             self._helping.discard(node)
             self._pool.drop(node)

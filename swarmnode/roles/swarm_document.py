@@ -34,9 +34,9 @@ class SwarmDocument:
     tokens: TokenBook = field(default_factory=TokenBook)
     models: Mapping[str, Manifest] = field(default_factory=dict)
     """The catalogue, by id; the files may lie on other nodes."""
-    removed: tuple[str, ...] = ()
-    """Digests of manifests that were removed while their files lay on another node, which deletes them when it
-    coordinates."""
+    removed: Mapping[str, float] = field(default_factory=dict)
+    """When models were taken out of the swarm, Unix seconds, by their manifests' digests, the last one last: what lies
+    of them on any disk is not served."""
     rings: tuple[Mapping[str, Any], ...] = ()
     """Those that run; see `ring_record`."""
     desired: tuple[Mapping[str, Any], ...] = ()
@@ -63,7 +63,7 @@ class SwarmDocument:
             "voters": self.voters.as_json(),
             "tokens": self.tokens.as_json(),
             "models": [self.models[name].model_dump(mode="json") for name in sorted(self.models)],
-            "removed": list(self.removed),
+            "removed": dict(self.removed),
             "rings": list(self.rings),
             "desired": list(self.desired),
         }
@@ -95,9 +95,14 @@ def decode_document(data: bytes) -> SwarmDocument:
             voters=VoterBook.from_json(content.get("voters", ())),
             tokens=TokenBook.read(content.get("tokens", [])),
             models={manifest.id: manifest for manifest in manifests},
-            removed=tuple(map(str, content.get("removed", ()))),
+            removed=_read_removed(content.get("removed", {})),
             rings=tuple(content.get("rings", ())),
             desired=tuple(content.get("desired", ())),
         )
     except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"it lacks a part or has a wrong one ({error!r:.200})") from error
+
+
+def _read_removed(content: object) -> dict[str, float]:
+    """An earlier version wrote a list, of digests that no manifest has any more."""
+    return {str(digest): float(at_s) for digest, at_s in content.items()} if isinstance(content, dict) else {}

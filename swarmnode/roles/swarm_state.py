@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
 from swarmnode.errors import Conflict, InvalidRequest, NoSpace, NotCoordinator
+from swarmnode.roles.ring_record import model_of
 from swarmnode.roles.swarm_document import SwarmDocument, decode_document
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from swarmnode.ids import NodeId
 
 T = TypeVar("T")
-MAX_REMOVED = 64
-"""Removals that wait for the node with the files to coordinate."""
+MAX_REMOVED = 256
+"""Removals that are remembered, some 90 bytes each; copies of a model that was removed before them are served again."""
 NOT_KEPT = (Conflict, NoSpace, NotCoordinator)
 """What a change raises that was none in itself: another one came first, the disk is full, or it is over here."""
 
@@ -83,6 +83,11 @@ class SwarmState:
         return self._document.models
 
     @property
+    def removed(self) -> Mapping[str, float]:
+        """See `SwarmDocument.removed`."""
+        return self._document.removed
+
+    @property
     def rings(self) -> Sequence[Mapping[str, Any]]:
         return self._document.rings
 
@@ -111,26 +116,24 @@ class SwarmState:
         await self._put(tokens=tokens)
 
     async def keep_models(self, models: Mapping[str, Manifest], *, beside: bool = False) -> None:
-        """The catalogue; with `beside` what was in it stays as well."""
+        """The catalogue, without what was removed; with `beside` what was in it stays as well."""
         async with self._changing:
-            await self._keep_parts(models={**(self._document.models if beside else {}), **models})
+            removed = self._document.removed
+            new = {name: manifest for name, manifest in models.items() if not removed or manifest.digest not in removed}
+            await self._keep_parts(models={**(self._document.models if beside else {}), **new})
 
-    async def drop_model(self, manifest: Manifest, *, elsewhere: bool) -> None:
-        """Out of the catalogue, if it is there. `elsewhere`: its files are another node's to delete."""
+    async def drop_model(self, manifest: Manifest, now_s: float) -> None:
+        """Out of the catalogue and into `removed`, with its rings and what was to be loaded again; one change."""
         async with self._changing:
-            kept = {name: other for name, other in self._document.models.items() if name != manifest.id}
-            removed = (*self._document.removed, _digest(manifest)) if elsewhere else self._document.removed
-            await self._keep_parts(models=kept, removed=removed[-MAX_REMOVED:])
-
-    def was_removed(self, manifest: Manifest) -> bool:
-        """Whether its files are to be deleted where they lie."""
-        return _digest(manifest) in self._document.removed
-
-    async def deleted(self, manifest: Manifest) -> None:
-        """They are: whoever puts them there again means it."""
-        async with self._changing:
-            digest = _digest(manifest)
-            await self._keep_parts(removed=tuple(other for other in self._document.removed if other != digest))
+            model, before = manifest.id, self._document
+            dropped = [manifest, *(other for name, other in before.models.items() if name == model)]
+            removed = {**before.removed, **{other.digest: now_s for other in dropped}}
+            await self._keep_parts(
+                models={name: other for name, other in before.models.items() if name != model},
+                removed=dict(list(removed.items())[-MAX_REMOVED:]),
+                rings=tuple(record for record in before.rings if model_of(record) != model),
+                desired=tuple(record for record in before.desired if record.get("model") != model),
+            )
 
     async def keep_rings(self, rings: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]] = ()) -> None:
         """The records of all rings that whoever coordinates next should find again, and of all models that it should
@@ -156,8 +159,3 @@ class SwarmState:
     async def _keep(self, document: SwarmDocument) -> None:
         await self._replica.write(document.encode(), self.version)
         self._document = document
-
-
-def _digest(manifest: Manifest) -> str:
-    """Of this import of the model: another one has other times or files."""
-    return hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()

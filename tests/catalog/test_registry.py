@@ -11,16 +11,14 @@ import pytest
 
 from swarmnode.catalog import registry as registry_module
 from swarmnode.catalog.importing import import_model
-from swarmnode.catalog.manifest import MAX_MANIFEST_BYTES, FileEntry
+from swarmnode.catalog.manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from swarmnode.catalog.registry import Registry
-from swarmnode.catalog.workspace import Workspace
+from swarmnode.catalog.workspace import Workspace, sweep_removed
 from swarmnode.errors import Conflict, InvalidModel, ModelNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from swarmnode.catalog.manifest import Manifest
 
 
 @pytest.fixture
@@ -196,12 +194,12 @@ def test_a_root_that_is_no_folder_is_named(tmp_path: Path) -> None:
 def test_a_model_that_is_removed_is_hidden_first_and_then_gone(root: Path, servable: Manifest) -> None:
     registry = Registry(root)
     with registry.hidden(servable.model_id):
-        assert (registry.models(), registry.here()) == ((), ())
+        assert (registry.models(), registry.here()) == ((), (servable,)), "it is still here"
         with pytest.raises(ModelNotFound, match="is being removed"):
             registry.get(servable.id)
     assert registry.models() == (servable,)
-    registry.remove_files(servable.model_id)
-    registry.remove_files(servable.model_id)  # what lies elsewhere only has none here
+    registry.remove_files(servable)
+    registry.remove_files(servable)  # what lies elsewhere only has none here
     assert (registry.models(), list(root.iterdir())) == ((), [])
 
 
@@ -215,8 +213,61 @@ def test_what_a_removal_that_was_cut_off_left_goes_with_the_next_import(
 
 def test_no_model_is_removed_while_it_is_imported_anew(root: Path, servable: Manifest) -> None:
     with Workspace(root, servable.model_id).opened(), pytest.raises(Conflict, match="another import"):
-        Registry(root).remove_files(servable.model_id)
+        Registry(root).remove_files(servable)
     assert Registry(root).models() == (servable,)
+
+
+def test_what_a_broken_import_has_downloaded_outlives_the_models_removal(root: Path, servable: Manifest) -> None:
+    part = root / f".importing-{servable.id}" / "download" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"half of it")
+    Registry(root).remove_files(servable)
+    assert (Registry(root).models(), part.read_bytes()) == ((), b"half of it")
+
+
+def test_no_two_imports_and_all_copies_of_one_have_the_same_digest(root: Path, tiny_llama: Path) -> None:
+    first = import_model(str(tiny_llama), root)
+    copied = Manifest.model_validate_json(json.dumps(first.model_dump(mode="json") | {"of a later version": 1}))
+    second = import_model(str(tiny_llama), root, replace=True)
+    assert (copied.digest, second.files) == (first.digest, first.files)
+    assert second.digest != first.digest, "though it is of the same second"
+
+
+def test_what_was_removed_from_the_swarm_is_a_problem_and_no_servable(root: Path, servable: Manifest) -> None:
+    removed: dict[str, float] = {}
+    registry = Registry(root, removed=lambda: removed)
+    assert (registry.left_over(servable.id), registry.problems()) == (None, {})
+    removed[servable.digest] = 86400.0
+    assert (registry.models(), registry.here(), registry.left_over(servable.id)) == ((), (), servable)
+    assert str(root / servable.id) in registry.problems()[servable.id]
+    with pytest.raises(ModelNotFound, match=r"removed from the swarm on 1970-01-02; delete .*import it again"):
+        registry.get(servable.id)
+
+
+def test_another_import_that_lies_elsewhere_is_served_and_never_from_what_was_left(
+    root: Path, servable: Manifest, tiny_llama: Path, tmp_path: Path
+) -> None:
+    again = import_model(str(tiny_llama), tmp_path / "elsewhere", model_id=servable.id, stages=2)
+    registry = Registry(root, lambda: {again.id: again}, lambda: {servable.digest: 0.0})
+    assert (registry.models(), registry.get(again.id)) == ((again,), again)
+    with pytest.raises(InvalidModel, match=r"not on this machine .*removed from the swarm"):
+        registry.file_path(again.id, again.files[0])
+
+
+def test_a_removal_deletes_what_was_removed_and_no_other_import(
+    root: Path, servable: Manifest, tiny_llama: Path
+) -> None:
+    again = import_model(str(tiny_llama), root, replace=True)
+    Registry(root).remove_files(servable)
+    assert Registry(root).models() == (again,)
+
+
+def test_removals_that_were_cut_off_are_swept(root: Path, servable: Manifest) -> None:
+    (root / servable.id).rename(root / f".removed-{servable.id}")
+    (root / ".importing-other").mkdir()
+    sweep_removed(root)
+    sweep_removed(root / "none")
+    assert [path.name for path in root.iterdir()] == [".importing-other"]
 
 
 def test_a_model_whose_files_are_elsewhere_says_so(tmp_path: Path, servable: Manifest) -> None:

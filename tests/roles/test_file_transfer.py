@@ -164,6 +164,7 @@ async def one_answer(channel: Channel, *answers: Frame) -> None:
         ((Frame("fetched", {"size": 0}),), FetchFailed, "0 of"),
         ((Frame("error", {"code": "invalid_request", "message": "no such file"}),), InvalidRequest, "no such file"),
         ((Frame("end", {"session": 1}),), ProtocolError, "brought end"),
+        ((Frame("data", {"offset": 0}),), ProtocolError, "data without a byte"),
         ((), FetchFailed, "ended the transfer"),
         (tuple(Frame("data", {"offset": i << 20}, bytes(1 << 20)) for i in range(3)), FetchFailed, "more than"),
     ],

@@ -22,7 +22,7 @@ from swarmnode.catalog.kept_blocks import BLOCKS_FILE
 from swarmnode.catalog.manifest import MANIFEST_NAME, FileEntry
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.safetensors_header import read_header
-from swarmnode.catalog.store import ShardStore
+from swarmnode.catalog.store import PartialFile, ShardStore
 from swarmnode.config import read_settings
 from swarmnode.errors import FetchFailed, InvalidModel, LinkBroken, NoSpace
 from swarmnode.ids import BootId, NodeId
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from swarmnode.roles.load_spec import LoadSpec
     from swarmnode.wire.link import Channel, Hello
 
+    Serve = Callable[[Channel], Awaitable[None]]
+    """What a peer does with its *shares* channels instead of serving its store."""
     Spoil = Callable[[Frame], Awaitable[Frame | None]]
     """What a server's frame becomes on its way out; None: it is not sent."""
 
@@ -82,6 +84,7 @@ class Swarm:
         self.addresses: dict[str, Address] = {}
         self.served: dict[str, int] = {}
         self.spoils: dict[str, Spoil] = {}
+        self.liars: dict[str, Serve] = {}
         self.reports: list[tuple[int, int]] = []
         self._folder = folder
         self._settings = read_settings(folder, environ={})
@@ -140,6 +143,8 @@ class Swarm:
             self._watch(name, channel)
             if kind == "files":
                 await serve_files(self.registry, channel)
+            elif name in self.liars:
+                await self.liars[name](channel)
             else:
                 await serve_shares(self.store(name), channel)
 
@@ -488,6 +493,77 @@ async def test_without_the_coordinators_files_peers_give_all_they_have_between_t
         lose_the_coordinators_disk(swarm, tmp_path)
         with trio.fail_after(10):
             swarm.check(await swarm.fetch("loft", 1, 3, "attic", "den"), 1, 3)
+        nursery.cancel_scope.cancel()
+
+
+def answering(answer: Frame) -> Serve:
+    """Everything is answered alike."""
+
+    async def serve(channel: Channel) -> None:
+        async for _ in channel:
+            await channel.send(answer)
+
+    return serve
+
+
+def refusing(code: str) -> Serve:
+    return answering(Frame("error", {"code": code, "message": "not from here"}))
+
+
+def dripping(body: bytes) -> Serve:
+    """Always something in time, and never the file."""
+
+    async def serve(channel: Channel) -> None:
+        await channel.receive()
+        sent = 0
+        while True:
+            await channel.send(Frame("data", {"offset": sent}, body))
+            sent += len(body)
+            await trio.sleep(0.2)
+
+    return serve
+
+
+@pytest.mark.parametrize(
+    "liar",
+    [
+        *map(refusing, ("invalid_request", "protocol_error", "not_coordinator", "no_space", "model_not_found")),
+        answering(Frame("have", {"sha256": "0" * 64}, b"")),
+        dripping(b""),
+        dripping(b"{"),
+    ],
+    ids=[
+        *("invalid_request", "protocol_error", "not_coordinator", "no_space", "model_not_found"),
+        *("another_frame", "empty", "a_byte_at_a_time"),
+    ],
+)
+async def test_whatever_is_wrong_with_a_peer_the_next_is_asked_for_whole_files(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, liar: Serve
+) -> None:
+    monkeypatch.setattr(file_client, "PEER_SILENCE_S", 0.5)
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic", "den")
+        await swarm.fetch("den", 0, 4)
+        swarm.liars["attic"] = liar
+        lose_the_coordinators_disk(swarm, tmp_path)
+        with trio.fail_after(10):
+            swarm.check(await swarm.fetch("loft", 0, 4, "attic", "den"), 0, 4)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_full_disk_is_no_peers_fault(swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next peer's files would fit as little, and the load says what is wrong."""
+
+    def full(*_: object) -> None:
+        raise NoSpace("the disk is full")
+
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic", "den")
+        await swarm.fetch("attic", 0, 4)
+        lose_the_coordinators_disk(swarm, tmp_path)
+        monkeypatch.setattr(PartialFile, "write", full)
+        with pytest.raises(NoSpace, match="the disk is full"):
+            await swarm.fetch("loft", 0, 4, "attic", "den")
         nursery.cancel_scope.cancel()
 
 
