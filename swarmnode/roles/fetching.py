@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.chunks import chunk_lists
-from swarmnode.errors import FetchFailed, InvalidModel, LinkBroken
+from swarmnode.errors import FetchFailed, InvalidModel, LinkBroken, NodeRemoved
 from swarmnode.roles.file_client import FetchProgress, fetch_file, fetch_whole
 from swarmnode.roles.slice_client import Shard, fetch_slices
 from swarmnode.wire.address import parse_address
@@ -64,7 +64,7 @@ async def _fetch_shared(
                 for entry in store.missing(files):
                     with suppress(FetchFailed):  # it may have the next one
                         await fetch_file(channel, spec.model, entry, store, progress, node[:8])
-        except LinkBroken as error:
+        except (LinkBroken, NodeRemoved) as error:
             _log.info("%s: nothing is fetched from %s: %s", spec.model, node[:8], error)
         if not store.missing(files):
             return

@@ -48,7 +48,7 @@ class PollingMiddleware:
     """`POST /api/v1/infer/responses/{link}?n=…`, `GET /api/v1/infer/requests/{peer}?link=…&n=…`; the rest goes on."""
 
     def __init__(self, app: ASGIApp, links: PolledLinks, is_member: Callable[[NodeId], bool]) -> None:
-        """`is_member` raises JoinRefused for a node that was removed."""
+        """`is_member` raises NodeRemoved for a node that was removed."""
         self._app = app
         self._links = links
         self._is_member = is_member

@@ -107,7 +107,7 @@ async def test_a_removed_node_fetches_nothing(coordinator: Coordinator) -> None:
         coordinator.nodes.remove("attic", time.time())
         poll = f"/api/v1/infer/requests/{coordinator.peer.node}?link={NAME}&n=0"
         answer = await request(coordinator, "GET", poll, coordinator.peer)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "join_refused")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "node_removed")
 
 
 @pytest.mark.parametrize("declared", [True, False])
