@@ -85,6 +85,12 @@ class JoinRefused(SwarmError):
     code, status = "join_refused", 403
 
 
+class NodeRemoved(JoinRefused):
+    """This node was taken out of the swarm for good: no coordinator will take over what it holds."""
+
+    code, status = "node_removed", 403
+
+
 class TokenRevoked(SwarmError):
     """The API token was revoked while its reply was running."""
 

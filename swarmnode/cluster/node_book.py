@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.errors import Conflict, InvalidRequest, JoinRefused, PeerNotFound
+from swarmnode.errors import Conflict, InvalidRequest, NodeRemoved, PeerNotFound
 from swarmnode.ids import NodeId, parse_node_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class NodeBook:
     def check(self, node: NodeId, name: str, keeper: NodeRecord | None = None) -> None:
         """Raise what forbids `node` to be in the swarm under `name`: the one rule, whenever a node says its name.
 
-        `keeper` is the coordinator itself, which is not listed. JoinRefused for a removed node, InvalidRequest for
+        `keeper` is the coordinator itself, which is not listed. NodeRemoved for a removed node, InvalidRequest for
         what is no name, Conflict for one that is another's, or that reads like another's id.
         """
         self.is_member(node)
@@ -61,10 +61,10 @@ class NodeBook:
                 raise Conflict(f"{name!r} is the beginning of another node's id; give --name")
 
     def is_member(self, node: NodeId) -> bool:
-        """Whether a certificate was ever made for it. Raises JoinRefused for a removed node."""
+        """Whether a certificate was ever made for it. Raises NodeRemoved for a removed node."""
         known = self._records.get(node)
         if known is not None and known.removed_s is not None:
-            raise JoinRefused(
+            raise NodeRemoved(
                 f"node {node[:8]} ({known.name}) was removed from this swarm, and its key with it; to join as a new "
                 "node, start it with an empty --data-dir"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from swarmnode.errors import Conflict, LinkBroken, SwarmError
+from swarmnode.errors import Conflict, LinkBroken, NodeRemoved, SwarmError
 from swarmnode.ids import BootId
 from swarmnode.roles.dialing_back import reach
 from swarmnode.roles.identity import FOLDER, NodeIdentity
@@ -23,7 +23,6 @@ from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import API_LISTEN, SWARM_LISTEN, Address, parse_address, reachable_here
-from swarmnode.wire.connection import REMOVED
 from swarmnode.wire.deadlines import CONNECT_S, DIAL_BACK_S, TLS_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
@@ -301,7 +300,7 @@ def _mend(error: SwarmError) -> str:
     again = "run `swarmnode join-token` on the coordinator and start this machine with --join TOKEN and an empty"
     if isinstance(error, Conflict):
         return f"{again} --data-dir: each machine needs an identity of its own"
-    if REMOVED in error.message:
+    if isinstance(error, NodeRemoved):
         return f"{again} --data-dir, if it is to be in the swarm again; its old identity is out for good"
     return UNREACHED_FIX
 

@@ -24,7 +24,7 @@ from swarmnode.api.middleware import (
     PathMiddleware,
     RequestIdMiddleware,
 )
-from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError
 from swarmnode.roles.coordinator_links import CoordinatorLinks
 from swarmnode.roles.http_channel import Call
 from swarmnode.roles.last_known import last_known
@@ -95,7 +95,7 @@ class Forwarder:
             return
         try:
             await self._forward(self._links, scope, receive, send)
-        except LinkBroken as error:
+        except (LinkBroken, NodeRemoved) as error:
             why = f"the call did not get through to the coordinator: {error.message}"
             await self._without_coordinator(scope, receive, send, why)
 

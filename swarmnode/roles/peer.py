@@ -10,7 +10,7 @@ import trio
 
 from swarmnode.cluster.local_health import LocalHealth
 from swarmnode.cluster.membership import BEAT_INTERVAL_S
-from swarmnode.errors import Conflict, LinkBroken, ProtocolError, SwarmError
+from swarmnode.errors import Conflict, LinkBroken, NodeRemoved, ProtocolError, SwarmError
 from swarmnode.roles.coordinator_watch import CoordinatorWatch
 from swarmnode.roles.file_server import serve_shares
 from swarmnode.roles.lane_ends import BETTER_S
@@ -22,7 +22,6 @@ from swarmnode.roles.reports import MAX_MODELS_KEPT
 from swarmnode.roles.stage_host import StageHost
 from swarmnode.roles.worker_logs import KeptLogs
 from swarmnode.wire.bodies import pack_body, unpack_body
-from swarmnode.wire.connection import REMOVED
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link_meter import LinkMeter
 from swarmnode.wire.nursery import open_flat_nursery
@@ -103,7 +102,7 @@ class Peer:
                 await self._serve_coordinator()
             except SwarmError as error:
                 self._context.emit("coordinator_lost", {"reason": error.message})
-                if REMOVED in error.message:  # no coordinator will take its stages over
+                if isinstance(error, NodeRemoved):  # no coordinator will take its stages over
                     self._unload_all()
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
                 refused = not lasted and isinstance(error.__cause__ or error, Conflict)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.errors import Gone, InvalidRequest, LinkBroken, Overloaded, Unauthorized
-from swarmnode.wire.deadlines import JOIN_S
+from swarmnode.wire.deadlines import JOIN_S, PUSH_S
 from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.poll_signature import MAX_SKEW_S
 from swarmnode.wire.polled import POLL_S, PolledStream
@@ -50,6 +50,8 @@ class _Polled:
     pops: int = 0
     heard_s: float = field(default_factory=trio.current_time)
     popping: bool = False
+    pushing: bool = False
+    """One is being put: it waits while too much is queued."""
 
     def check_number(self, what: str, number: int, expected: int) -> None:
         """One that was taken already changes nothing: somebody else may have sent it again. Raises Unauthorized for
@@ -81,24 +83,30 @@ class PolledLinks:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with open_flat_nursery() as nursery:
             self._nursery = nursery
-            task_status.started()
-            while True:
-                await trio.sleep(POLL_S)
-                self._end_silent()
+            try:
+                task_status.started()
+                while True:
+                    await trio.sleep(POLL_S)
+                    self._end_silent()
+            finally:
+                self._nursery = None
 
     def expect_push(self, asker: Asker, name: str, number: int) -> None:
         """Raise what `push` would, before the body is waited for."""
         link = self._links.get(name)
         if link is not None and link.node == asker.node:
             link.check_number("push", number, link.pushes)
+            if link.pushing:  # each holds its body beside the queue, and who waits there has no order
+                link.stream.fail("it was pushed to twice at once")
+                raise Gone("another push waits; the link is over")
         elif number or link is not None:
             raise Gone("there is no such link of this node (any more)")
         else:
             self._check_opening(asker, name)
 
     async def push(self, asker: Asker, name: str, number: int, frames: int, body: bytes) -> None:
-        """Take one body. Raises Gone once the link is over: whoever forwards stops; Unauthorized for one that came
-        before."""
+        """Take one body. Raises Gone once the link is over, or where its reader makes no room within PUSH_S: whoever
+        forwards stops; Unauthorized for one that came before."""
         self.expect_push(asker, name, number)
         link = self._links.get(name) or self._open(asker, name)
         link.pushes += 1
@@ -107,10 +115,17 @@ class PolledLinks:
             link.stream.inward.end()
             link.stream.outward.fail(LinkBroken("the other end has left"))  # it fetches nothing more
             return
+        link.pushing = True
         try:
-            await link.stream.inward.put(body, frames)
+            with trio.fail_after(PUSH_S):
+                await link.stream.inward.put(body, frames)
+        except trio.TooSlowError:
+            link.stream.fail(f"its reader made no room for {PUSH_S:g} s")
+            raise Gone(f"nothing was read for {PUSH_S:g} s; the link is over") from None
         except LinkBroken as error:
             raise Gone(f"the link is over: {error.message}") from None
+        finally:
+            link.pushing = False
 
     async def pop(self, node: NodeId, name: str, number: int) -> tuple[bytes, int] | None:
         """Wait for what goes to the node; None: nothing yet, b"": the end. Raises as `push` does."""
@@ -155,9 +170,9 @@ class PolledLinks:
     async def _hold(self, name: str, link: _Polled, asker: Asker) -> None:
         try:
             await self._serve(link.stream, asker.source, asker.node if asker.member else "")
-        finally:
             with trio.move_on_after(POLL_S if asker.member else JOIN_S):  # what was said last is still fetched
                 await self._emptied(link)
+        finally:
             link.stream.fail("the link has ended")
             del self._links[name]
             self._keep_name(name, trio.current_time())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError
 from swarmnode.wire.deadlines import CHANNEL_CLOSE_S, POLL_ANSWER_S, PUSH_S
 from swarmnode.wire.kept_http import kept_connection
 from swarmnode.wire.nursery import open_flat_nursery
@@ -41,7 +42,9 @@ class PollingAccess:
 
 @asynccontextmanager
 async def polled_stream(access: PollingAccess) -> AsyncIterator[PolledStream]:
-    """A stream to the coordinator behind `access`; it breaks with the first request that fails."""
+    """A stream to the coordinator behind `access`; it breaks with the first request that fails.
+
+    Raises NodeRemoved in place of what the block fails with, where that is why the stream broke."""
     stream = PolledStream()
     async with _client(access) as pushing, _client(access) as popping, open_flat_nursery() as nursery:
         link = _Link(access, secrets.token_hex(16), stream)
@@ -49,6 +52,10 @@ async def polled_stream(access: PollingAccess) -> AsyncIterator[PolledStream]:
         nursery.start_soon(link.pop_all, popping)
         try:
             yield stream
+        except SwarmError:
+            if link.removed is not None:
+                raise link.removed from None
+            raise
         finally:
             stream.outward.end()
             with trio.move_on_after(CHANNEL_CLOSE_S, shield=True):
@@ -64,6 +71,8 @@ def _client(access: PollingAccess) -> AbstractAsyncContextManager[KeptConnection
 
 class _Link:
     def __init__(self, access: PollingAccess, name: str, stream: PolledStream) -> None:
+        self.removed: NodeRemoved | None = None
+        """What the coordinator refused this node's requests with, if it was that."""
         self.pushed_all = trio.Event()
         self.pushing = trio.CancelScope(shield=True)
         """Outlives a cancel until the other end has heard of it, which would else hold the link for a minute."""
@@ -78,7 +87,7 @@ class _Link:
         try:
             with self.pushing:
                 await self._push_until_ended(client)
-        except (trio.TooSlowError, LinkBroken) as error:
+        except (trio.TooSlowError, LinkBroken, NodeRemoved) as error:
             self._fail("push", error)
         finally:
             self.pushed_all.set()
@@ -112,7 +121,7 @@ class _Link:
                     return
                 await self._stream.inward.put(answer.body, 0)
                 await let_on()
-        except (trio.TooSlowError, LinkBroken) as error:
+        except (trio.TooSlowError, LinkBroken, NodeRemoved) as error:
             self._fail("poll", error)
 
     async def _pop(self, client: KeptConnection, number: int) -> Answer:
@@ -125,10 +134,24 @@ class _Link:
         return answer
 
     def _fail(self, what: str, error: Exception) -> None:
+        if isinstance(error, NodeRemoved):
+            self.removed = error
         self._opened.set()
         self._stream.fail(f"a {what} to {self._access.url} failed: {error or type(error).__name__}")
 
 
 def _check(answer: Answer, allowed: tuple[int, ...]) -> None:
-    if answer.status not in allowed:
-        raise LinkBroken(f"it was answered {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}")
+    if answer.status in allowed:
+        return
+    if answer.status == NodeRemoved.status and (message := _removal(answer.body)) is not None:
+        raise NodeRemoved(message)
+    raise LinkBroken(f"it was answered {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}")
+
+
+def _removal(body: bytes) -> str | None:
+    """The message of an error body that says so. The server may be a tunnel's, and its body anything."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"]) if error["code"] == NodeRemoved.code else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None

@@ -17,13 +17,13 @@ from starlette.datastructures import Headers
 from swarmnode.api.exchange import exchange_of
 from swarmnode.errors import InvalidRequest, Unauthorized
 from swarmnode.roles.polling import Asker
+from swarmnode.wire.carried import MAX_BUNDLE
 from swarmnode.wire.deadlines import PUSH_S
 from swarmnode.wire.poll_signature import check
 from swarmnode.wire.polled import (
     BUNDLE_HEADER,
     BUNDLES_HEADER,
     MAX_BODY_BYTES,
-    MAX_BUNDLE_FRAMES,
     NUMBER_LIMIT,
     let_on,
 )
@@ -48,7 +48,7 @@ class PollingMiddleware:
     """`POST /api/v1/infer/responses/{link}?n=…`, `GET /api/v1/infer/requests/{peer}?link=…&n=…`; the rest goes on."""
 
     def __init__(self, app: ASGIApp, links: PolledLinks, is_member: Callable[[NodeId], bool]) -> None:
-        """`is_member` raises JoinRefused for a node that was removed."""
+        """`is_member` raises NodeRemoved for a node that was removed."""
         self._app = app
         self._links = links
         self._is_member = is_member
@@ -119,6 +119,6 @@ def _number(given: dict[str, str], name: str, limit: int) -> int:
 
 def _frames(headers: Headers) -> int:
     text = headers.get(BUNDLE_HEADER, "1")
-    if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise InvalidRequest(f"{BUNDLE_HEADER} is a number of frames, at most {MAX_BUNDLE_FRAMES}, not {text[:20]!r}")
+    if not DIGITS.fullmatch(text) or int(text) > MAX_BUNDLE:
+        raise InvalidRequest(f"{BUNDLE_HEADER} is a number of frames, at most {MAX_BUNDLE}, not {text[:20]!r}")
     return int(text)

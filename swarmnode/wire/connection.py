@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
+from swarmnode.errors import LinkBroken, NodeRemoved, Overloaded, ProtocolError
 from swarmnode.wire import h2_session as h2s
 from swarmnode.wire import limits
 from swarmnode.wire.carried import CarriedStream
@@ -29,14 +29,20 @@ if TYPE_CHECKING:
 _CANCEL = 0x8
 SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
-NOT_FOR_IT, TOO_MANY = 403, 429
-"""Statuses that turn a channel down: by who asks, by how many connections it has."""
-REMOVED = "it was removed from the swarm"
-_REFUSALS = {
-    NOT_FOR_IT: f"to this node: {REMOVED} (it can join again only with a new --data-dir and a new "
-    "token), or its certificate is not for that",
-    TOO_MANY: f"to this node: it has {limits.MAX_MEMBER_CONNECTIONS} connections there, or {limits.MAX_CHANNELS} "
-    "channels on this one, as many as a node may",
+NOT_FOR_IT, REMOVED, TOO_MANY = 403, 410, 429
+"""Statuses that turn a channel down: by what its opener's certificate is for, because that node was removed from the
+swarm, by how many connections it has."""
+_REFUSALS: dict[int, tuple[type[SwarmError], str]] = {
+    NOT_FOR_IT: (LinkBroken, "to this node: its certificate is not for that"),
+    REMOVED: (
+        NodeRemoved,
+        "to this node: it was removed from the swarm, and can join again only with a new --data-dir and a new token",
+    ),
+    TOO_MANY: (
+        LinkBroken,
+        f"to this node: it has {limits.MAX_MEMBER_CONNECTIONS} connections there, or {limits.MAX_CHANNELS} channels "
+        "on this one, as many as a node may",
+    ),
 }
 
 
@@ -352,8 +358,8 @@ class Connection:
             channel.fail(LinkBroken(f"the peer reset the channel (code {event.code})"))
         elif event.status != 200:
             self._channels.pop(event.channel)  # what follows on it is only the end of the refusal
-            why = _REFUSALS.get(event.status, f"with status {event.status}")
-            channel.fail(LinkBroken(f"the peer refused a {channel.kind} channel {why}"))
+            refusal, why = _REFUSALS.get(event.status, (LinkBroken, f"with status {event.status}"))
+            channel.fail(refusal(f"the peer refused a {channel.kind} channel {why}"))
 
     def _opened(self, event: h2s.Opened) -> None:
         kind = event.path.removeprefix(h2s.PATH_PREFIX)

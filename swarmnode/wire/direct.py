@@ -16,7 +16,7 @@ import trio
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address, home_of, require_loopback
-from swarmnode.wire.connection import NOT_FOR_IT, TOO_MANY, Connection, DirectChannel
+from swarmnode.wire.connection import NOT_FOR_IT, REMOVED, TOO_MANY, Connection, DirectChannel
 from swarmnode.wire.crowd import Crowd, Strikes
 from swarmnode.wire.deadlines import CONNECT_S, HELLO_S, JOIN_S, KEEPALIVE_S, TCP_USER_TIMEOUT_S
 from swarmnode.wire.handshake import greet
@@ -145,7 +145,7 @@ class DirectTransport:
         if secured.peer is None:
             return _stranger(source)
         if self.tls is not None and self.tls.is_revoked(secured.peer.node):
-            return Admission(kinds=(), source=source)
+            return Admission(kinds=(), source=source, refusal=REMOVED)
         if not crowds.members.has_room(secured.peer.node):
             return Admission(kinds=(), source=source, refusal=TOO_MANY)
         return Admission(certified=secured.peer, source=source, unread=crowds.unread(secured.peer.node))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import h11
@@ -98,7 +99,7 @@ class KeptConnection:
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADER_BYTES)
 
     async def _secured(self, stream: trio.SocketStream) -> trio.abc.Stream:
-        context = self._tls or httpx.create_ssl_context(trust_env=False)
+        context = self._tls or _public_tls()
         context.set_alpn_protocols(["http/1.1"])
         secured = trio.SSLStream(stream, context, server_hostname=self._url.host, https_compatible=True)
         try:
@@ -126,6 +127,12 @@ class KeptConnection:
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkBroken(f"the connection broke: {error.__cause__ or error}") from error
         return event
+
+
+@cache
+def _public_tls() -> ssl.SSLContext:
+    """For the public web's certificates. Made once: to read them all takes longer than a handshake."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 @asynccontextmanager

@@ -11,13 +11,12 @@ import trio
 import trio.testing
 from credentials import Swarm
 
-from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, SwarmError
+from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NodeRemoved, SwarmError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import diagnosis, dialing_back
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
 from swarmnode.wire.address import Address
-from swarmnode.wire.connection import REMOVED
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
@@ -243,7 +242,7 @@ async def test_the_dial_proves_who_answers(tmp_path: Path) -> None:
     ("error", "part"),
     [
         (Conflict("node x is connected already, from another process"), "an identity of its own"),
-        (LinkBroken(f"the peer refused a control channel to this node: {REMOVED} (…)"), "is out for good"),
+        (NodeRemoved("in whatever words"), "is out for good"),
         (LinkBroken("connection refused"), "start the coordinator"),
     ],
 )

@@ -18,7 +18,7 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.cluster.membership import RETURN_S, Left, NodeState
 from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.config import read_settings
-from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, SwarmError
+from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NodeRemoved, SwarmError
 from swarmnode.ids import BootId
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.enrolment import Enrolment, certify_self
@@ -133,7 +133,7 @@ async def test_a_removed_nodes_lanes_with_others_are_cut_there(house: House, nur
         with trio.fail_after(END_S):
             while den.lanes:  # noqa: ASYNC110 - the lane's task has no event for its end
                 await trio.sleep(0.01)
-        with pytest.raises(LinkBroken, match="removed from the swarm"):
+        with pytest.raises(NodeRemoved, match="removed from the swarm"):
             async with attic.transport.dial(at_den, "steps", attic.identity):
                 pytest.fail("it was let in again")
 

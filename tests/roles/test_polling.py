@@ -9,23 +9,27 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 import trio
+import trio.testing
 from buffering_proxy import IDLE_S, BufferingProxy
 from credentials import Node, Swarm
 from polling_port import start_polling_port
 
 from swarmnode.cluster.node_book import NodeBook
-from swarmnode.errors import LinkBroken
+from swarmnode.errors import Gone, LinkBroken
+from swarmnode.ids import NodeId
 from swarmnode.roles import polling as polling_module
-from swarmnode.roles.polling import PolledLinks
+from swarmnode.roles import polling_routes
+from swarmnode.roles.polling import Asker, PolledLinks
 from swarmnode.roles.polling_client import PollingAccess, polled_stream
 from swarmnode.wire import polled
 from swarmnode.wire.address import Address
+from swarmnode.wire.deadlines import PUSH_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.poll_signature import Signer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from swarmnode.wire.link import Channel, Hello
@@ -60,16 +64,14 @@ class Coordinator:
             yield nursery
             nursery.cancel_scope.cancel()
 
-    def access(self, url: str | None = None) -> PollingAccess:
-        return PollingAccess(url or self.url, self.peer.node, self.peer.key)
-
     @asynccontextmanager
-    async def channel(self, url: str | None = None) -> AsyncIterator[Channel]:
-        """A requests channel of the peer, carried by polling."""
-        mine = DirectTransport(self.peer.tls())
+    async def channel(self, url: str | None = None, node: Node | None = None) -> AsyncIterator[Channel]:
+        """A requests channel of the peer, or of another node, carried by polling."""
+        own = node or self.peer
+        mine = DirectTransport(own.tls())
         async with (
-            polled_stream(self.access(url)) as stream,
-            mine.connect_over(stream, self.peer.identity) as link,
+            polled_stream(PollingAccess(url or self.url, own.node, own.key)) as stream,
+            mine.connect_over(stream, own.identity) as link,
             link.open("requests") as channel,
         ):
             yield channel
@@ -312,3 +314,101 @@ async def test_a_request_that_is_cut_breaks_the_link_at_once(coordinator: Coordi
             with trio.fail_after(5), pytest.raises(LinkBroken):
                 await channel.receive()
         assert proxy.cut == 1
+
+
+async def test_two_nodes_behind_one_tunnel_are_told_apart(coordinator: Coordinator) -> None:
+    """Both come from the tunnel's address."""
+    async with coordinator.running() as nursery:
+        url = await nursery.start(BufferingProxy(coordinator.url).run)
+        async with coordinator.channel(url) as first, coordinator.channel(url, coordinator.other) as second:
+            assert coordinator.links.count == 2
+            for number in range(5):
+                await first.send(Frame("data", {"offset": number}, b"first"))
+                await second.send(Frame("data", {"offset": number}, b"second"))
+                assert bytes((await second.receive()).body) == b"second"
+                assert bytes((await first.receive()).body) == b"first"
+
+
+async def test_what_a_push_brought_is_answered_before_the_push(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody waits for the frame, nobody for the 204."""
+    statuses: list[int] = []
+    answer = polling_routes._answer
+
+    async def noting(send: object, status: int, *rest: object) -> None:
+        statuses.append(status)
+        await answer(send, status, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(polling_routes, "_answer", noting)
+    monkeypatch.setattr(polled, "LET_ON_S", 10.0)  # the machine may be slow, but it comes to rest
+    async with coordinator.running(), coordinator.channel() as channel:
+        await exchanged(channel)
+        del statuses[:]
+        for _ in range(10):
+            await exchanged(channel)
+        assert statuses[:19] == [200, 204] * 9 + [200]
+
+
+async def exchanged(channel: Channel) -> None:
+    await channel.send(Frame("data", {"offset": 0}, b"x"))
+    await channel.receive()
+    await trio.testing.wait_all_tasks_blocked(0.01)
+
+
+# -- on virtual time: what ends a link that nobody reads, or that the node gives up
+
+ASKER = Asker(NodeId("n" * 32), member=True, source="")
+FULL = polled.MAX_QUEUED_BYTES // polled.MAX_BODY_BYTES
+
+
+@asynccontextmanager
+async def unread(*, full: bool) -> AsyncIterator[tuple[PolledLinks, trio.CancelScope]]:
+    """Links whose streams nobody reads; NAME is open, and `full` of all that may be queued."""
+
+    async def serve(*_: object) -> None:
+        await trio.sleep_forever()
+
+    links = PolledLinks(serve)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(links.run)
+        for number in range(FULL if full else 1):
+            await links.push(ASKER, NAME, number, 1, bytes(polled.MAX_BODY_BYTES))
+        yield links, nursery.cancel_scope
+        nursery.cancel_scope.cancel()
+
+
+async def test_links_that_end_with_their_node_keep_no_request_waiting(autojump_clock: object) -> None:
+    async with unread(full=False) as (links, scope), trio.open_nursery() as nursery:
+        began_s = trio.current_time()
+        nursery.start_soon(gone, lambda: links.pop(ASKER.node, NAME, 0), "has ended")
+        await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+        with trio.CancelScope(shield=True):
+            await trio.testing.wait_all_tasks_blocked()
+            assert (links.count, trio.current_time()) == (0, began_s)
+            with pytest.raises(LinkBroken, match="takes no polled links now"):
+                await links.push(ASKER, NAME[::-1], 0, 1, HELLO)
+
+
+async def gone(ask: Callable[[], Awaitable[object]], why: str) -> None:
+    with trio.CancelScope(shield=True), pytest.raises(Gone, match=why):
+        await ask()
+
+
+async def test_a_second_push_while_one_waits_for_room_ends_the_link(autojump_clock: object) -> None:
+    """Each would hold its body beside the full queue, and they would get in in any order."""
+    async with unread(full=True) as (links, _), trio.open_nursery() as nursery:
+        began_s = trio.current_time()
+        nursery.start_soon(gone, lambda: links.push(ASKER, NAME, FULL, 1, b"x"), "twice at once")
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(Gone, match="another push waits"):
+            links.expect_push(ASKER, NAME, FULL + 1)
+    assert trio.current_time() == began_s
+
+
+async def test_a_push_that_finds_no_room_ends_the_link_in_time(autojump_clock: object) -> None:
+    async with unread(full=True) as (links, _):
+        began_s = trio.current_time()
+        await gone(lambda: links.push(ASKER, NAME, FULL, 1, b"x"), "nothing was read for")
+        assert trio.current_time() - began_s == pytest.approx(PUSH_S)

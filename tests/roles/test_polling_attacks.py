@@ -14,7 +14,7 @@ from test_polling import HELLO, NAME, Coordinator, none_left, opened, request
 from swarmnode.roles import polling as polling_module
 from swarmnode.roles import polling_routes
 from swarmnode.wire.poll_signature import Signer
-from swarmnode.wire.polled import MAX_BODY_BYTES
+from swarmnode.wire.polled import BUNDLE_HEADER, MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -107,7 +107,7 @@ async def test_a_removed_node_fetches_nothing(coordinator: Coordinator) -> None:
         coordinator.nodes.remove("attic", time.time())
         poll = f"/api/v1/infer/requests/{coordinator.peer.node}?link={NAME}&n=0"
         answer = await request(coordinator, "GET", poll, coordinator.peer)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "join_refused")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "node_removed")
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -231,3 +231,20 @@ async def test_names_and_pages_that_may_not_use_the_port_may_not_poll(
         assert answer.startswith(b"HTTP/1.1 403 ")
         assert code.encode() in answer
         assert coordinator.links.count == 0
+
+
+@pytest.mark.parametrize(
+    ("frames", "status"),
+    [("0", 204), ("65536", 204), ("65537", 400), ("-1", 400), ("many", 400), ("9" * 5000, 400)],
+    ids=["none", "most", "too many", "negative", "words", "long"],
+)
+async def test_a_bundle_says_how_many_frames_it_holds_within_bounds(
+    coordinator: Coordinator, frames: str, status: int
+) -> None:
+    async with coordinator.running(), raw(coordinator) as client:
+        lines = ("content-length: 3", f"{BUNDLE_HEADER}: {frames}")
+        await client.stream.send_all(head(coordinator.peer, HELLO, *lines) + HELLO)
+        answer = await client.answer()
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert (b"at most 65536" in answer) == (status == 400)
+        assert coordinator.links.count == (status == 204)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import asynccontextmanager, closing
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+from contexts import node_context
 from credentials import Node, Swarm
 from polling_port import start_polling_port
+from test_peer_reconnecting import NoMembership
 from toxics import toxic_proxy
 
-from swarmnode.errors import LinkBroken
+from swarmnode.catalog.store import ShardStore
+from swarmnode.cluster.node_book import NodeBook
+from swarmnode.config import read_settings
+from swarmnode.errors import LinkBroken, NodeRemoved
 from swarmnode.ids import NodeId, RingId
+from swarmnode.roles import polling_client
+from swarmnode.roles.context import PeerResources
+from swarmnode.roles.peer import Peer
 from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.roads import Roads
 from swarmnode.wire.address import Address, ApiUrl
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.kept_http import Answer
 from swarmnode.wire.link import LinkOptions, Parameters
 from swarmnode.wire.routes import ROUTES
 from swarmnode.wire.traffic import Traffic
@@ -42,6 +54,8 @@ class Neighbourhood:
         self.attic, self.cellar = swarm.node("attic"), swarm.node("cellar")
         self.transport = DirectTransport(self.coordinator.tls())
         self.links = PolledLinks(self.transport.accept)
+        self.nodes = NodeBook()
+        self.nodes.issued(self.attic.node, "attic", time.time() + 1000)
         self.relay = Relay(self._tell, Traffic())
         self.routes: list[str] = []
         self._cellar_roads: Roads | None = None
@@ -52,7 +66,7 @@ class Neighbourhood:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self.address = await nursery.start(self.transport.listen, ANYWHERE, self._serve, self.coordinator.identity)
-            self.url = ApiUrl(await start_polling_port(nursery, self.links))
+            self.url = ApiUrl(await start_polling_port(nursery, self.links, self.nodes))
             transport = DirectTransport(self.cellar.tls())
             self.cellar_address = await nursery.start(transport.listen, ANYWHERE, self._hear, self.cellar.identity)
             self._cellar_roads = self.roads(self.cellar, cellar_routes, transport=transport)
@@ -73,6 +87,12 @@ class Neighbourhood:
         """At the cellar."""
         self.routes.append(channel.route)
         await echo(kind, hello, channel)
+
+    def remove_attic(self) -> None:
+        """As the coordinator does: its book says so, and so does its transport."""
+        self.nodes.remove("attic", time.time())
+        assert self.transport.tls is not None
+        self.transport.tls.revoke(self.nodes.revoked())
 
     def _tell(self, node: NodeId, frame: Frame) -> bool:
         if node != self.cellar.node or self._nursery is None or self._cellar_roads is None:
@@ -222,3 +242,43 @@ async def test_each_end_knows_the_route_of_its_own_leg(home: Neighbourhood, nowh
             assert home.routes[-1] == "polled"
         async with roads.to_peer(home.cellar.node, [home.cellar_address], "steps", options) as dialed:
             assert (dialed.up.route, home.routes[-1]) == ("direct", "direct")
+
+
+# -- removal
+
+
+@pytest.mark.parametrize("route", ["direct", "polled"])
+async def test_who_was_removed_hears_that_on_every_road_to_the_coordinator(home: Neighbourhood, route: str) -> None:
+    async with home.running():
+        home.remove_attic()
+        with pytest.raises(NodeRemoved, match="was removed from th"):
+            async with home.roads(home.attic, (route,)).to_coordinator("control"):
+                pytest.fail("it was let in")
+
+
+@pytest.mark.parametrize("route", ["direct", "polled"])
+async def test_a_peer_that_was_removed_gives_its_memory_back_at_once(
+    home: Neighbourhood, tmp_path: Path, route: str
+) -> None:
+    """No coordinator will take its stages over: they wait for none."""
+    settings = read_settings(tmp_path, environ={})
+    unloaded = trio.Event()
+    async with home.running(), trio.open_nursery() as nursery:
+        home.remove_attic()
+        context = node_context(home.attic.identity, home.transport, settings)
+        context = replace(context, roads=home.roads(home.attic, (route,)))
+        member = cast("Any", NoMembership())
+        resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
+        peer = Peer(context, [home.address, home.url], resources, ShardStore(tmp_path / "store"), member)
+        peer._hosts[RingId("r1")] = cast("Any", SimpleNamespace(unload=unloaded.set))
+        nursery.start_soon(peer.run)
+        with trio.fail_after(10):
+            await unloaded.wait()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": []}', b'{"error": {"code": 1}}', b"[" * 100_000])
+def test_a_403_that_says_nothing_of_a_removal_is_a_broken_link(body: bytes) -> None:
+    """A tunnel's own, whatever it holds."""
+    with pytest.raises(LinkBroken, match="answered 403"):
+        polling_client._check(Answer(403, body), (204,))

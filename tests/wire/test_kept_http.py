@@ -11,6 +11,7 @@ import trio
 from credentials import Swarm
 
 from swarmnode.errors import LinkBroken
+from swarmnode.wire import kept_http
 from swarmnode.wire.kept_http import Answer, KeptConnection, kept_connection
 
 if TYPE_CHECKING:
@@ -85,6 +86,12 @@ async def asked(kept: KeptConnection, body: bytes = b"x") -> Answer:
     return await kept.answer()
 
 
+async def ended(kept: KeptConnection) -> None:
+    """Until the server's FIN is here."""
+    while kept._stream is not None and not kept._ended():  # noqa: ASYNC110 - nobody reads the socket, which would tell
+        await trio.sleep(0.001)
+
+
 async def test_many_requests_go_over_one_connection() -> None:
     server = Server(HELLO, b"HTTP/1.1 204 No Content\r\n\r\n")
     async with server.running() as kept:
@@ -112,7 +119,7 @@ async def test_a_connection_that_the_server_ended_between_requests_is_made_again
             server.hung_up = trio.Event()
             assert (await asked(kept)).status == 200
             await server.hung_up.wait()
-            await trio.sleep(0.05)  # its FIN is on the way
+            await ended(kept)
             assert server.connections == connections
 
 
@@ -168,6 +175,23 @@ async def test_https_is_for_servers_whose_certificate_is_trusted(tmp_path: Path,
             with pytest.raises(LinkBroken, match=r"no connection to https://127\.0\.0\.1.*CERTIFICATE_VERIFY_FAILED"):
                 await asked(kept)
     assert server.connections == 1
+
+
+async def test_the_public_webs_certificates_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every polled link makes two connections, and the loop stands still meanwhile."""
+    server = Server(HELLO)
+    server.secure(tmp_path, trusted=True)
+    trusting, server.trusting = server.trusting, None
+    made = [trusting]
+    monkeypatch.setattr(kept_http.httpx, "create_ssl_context", lambda **_: made.pop())
+    kept_http._public_tls.cache_clear()
+    try:
+        for _ in range(2):
+            async with server.running() as kept:
+                assert await asked(kept) == Answer(200, b"hello")
+    finally:
+        kept_http._public_tls.cache_clear()
+    assert (server.connections, made) == (2, [])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from credentials import Node, Swarm
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.errors import LinkBroken, NodeRemoved, ProtocolError, SwarmError
 from swarmnode.ids import NodeId
 from swarmnode.wire import certificates as certs
 from swarmnode.wire import direct, limits, tls
@@ -492,7 +492,7 @@ async def test_a_removal_cuts_live_links_at_both_ends_and_refuses_new_ones(swarm
                 cellar.tls.revoke(frozenset({attic.node}))
                 with trio.fail_after(2), pytest.raises(LinkBroken):
                     await channel.receive()
-            with pytest.raises(LinkBroken, match="removed from the swarm"):
+            with pytest.raises(NodeRemoved, match="removed from the swarm"):
                 await talk(cellar, attic)
             await untouched.send(Frame("end", {"session": 1}))
             assert (await untouched.receive()).kind == "end", "another node's link goes on"
