@@ -44,7 +44,8 @@ class PollingAccess:
 async def polled_stream(access: PollingAccess) -> AsyncIterator[PolledStream]:
     """A stream to the coordinator behind `access`; it breaks with the first request that fails.
 
-    Raises NodeRemoved in place of what the block fails with, where that is why the stream broke."""
+    Raises NodeRemoved in place of what the block fails with, where that is why the stream broke. Whoever holds the way
+    there can say so, too; he could as well cut it."""
     stream = PolledStream()
     async with _client(access) as pushing, _client(access) as popping, open_flat_nursery() as nursery:
         link = _Link(access, secrets.token_hex(16), stream)
