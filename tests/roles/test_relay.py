@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 from credentials import Node, Swarm
 
 from swarmnode.errors import LinkBroken, ProtocolError
@@ -182,6 +183,7 @@ async def test_a_reader_that_stalls_holds_up_his_own_lane_only(home: Home) -> No
             with trio.fail_after(20):
                 while not stuck(stalled):  # noqa: ASYNC110 - nothing tells when queues are full
                     await trio.sleep(0.01)
+            await trio.testing.wait_all_tasks_blocked()  # the sender has noted what filled the queue
             before = len(sent)
             nursery.start_soon(home.answer, home.cellar, echo)
             async with home.lane() as other:
