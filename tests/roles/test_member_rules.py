@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+from beats import beat_of
 from contexts import node_context
 from kept_alone import state_at
 
@@ -28,7 +29,7 @@ from swarmnode.roles.lane_ends import RESUME_S
 from swarmnode.roles.member_codec import read_members
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address
-from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 END_S = 5.0
 ANYWHERE = Address("127.0.0.1", 0)
-OFFER = {"memory_bytes": 1 << 30, "device": "cpu", "threads": 1, "stages": []}
 
 
 class Machine:
@@ -144,8 +144,7 @@ async def refusal(house: House, machine: Machine, identity: Identity, kind: str)
         try:
             async with machine.transport.dial(house.address, kind, identity) as channel:
                 if kind == "control":
-                    header = {"node": identity.node, "boot": identity.boot, "incarnation": 1, "seq": 0, "table": [0, 0]}
-                    await channel.send(Frame("beat", header, pack_body(OFFER)))
+                    await channel.send(beat_of(identity))
                 while True:
                     await channel.receive()
         except SwarmError as error:
@@ -235,11 +234,6 @@ async def test_a_call_counts_on_who_brought_it_not_on_who_it_says(house: House) 
     assert brought == ["attic"]
 
 
-def beat(identity: Identity, incarnation: int, table: list[int]) -> Frame:
-    header = {"node": identity.node, "boot": identity.boot, "incarnation": incarnation, "seq": 1, "table": table}
-    return Frame("beat", header, pack_body(OFFER))
-
-
 async def answers(control: Channel, said: Frame, count: int) -> list[Frame]:
     await control.send(said)
     with trio.fail_after(END_S):
@@ -256,28 +250,28 @@ async def test_a_beat_is_answered_with_what_the_members_table_lacks(house: House
         with trio.fail_after(END_S):
             while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
                 await trio.sleep(0.01)
-        frames = await answers(control, beat(me, 5, [0, 0]), 4)
+        frames = await answers(control, beat_of(me, incarnation=5), 4)
         assert [frame.kind for frame in frames] == ["revoked", "places", "heard", "members"]
         assert "above" not in frames[2].header
         update = read_members(frames[3])
         assert (update.since, update.heading.coordinator) == (0, "house")
         [row] = update.rows
         assert (row.name, row.address, row.state) == ("attic", "192.0.2.1:7700", NodeState.ALIVE)
-        assert [f.kind for f in await answers(control, beat(me, 5, list(update.mark)), 1)] == ["heard"]
-        assert [f.kind for f in await answers(control, beat(me, 5, [0, 0]), 2)] == ["heard", "members"]
+        assert [f.kind for f in await answers(control, beat_of(me, incarnation=5, table=update.mark), 1)] == ["heard"]
+        assert [f.kind for f in await answers(control, beat_of(me, incarnation=5), 2)] == ["heard", "members"]
 
 
 async def test_a_node_that_counts_as_dead_comes_back_by_a_higher_incarnation(house: House) -> None:
     attic = await house.machine("attic")
     me = replace(attic.identity, incarnation=5)
     async with attic.transport.dial(house.address, "control", me) as control:
-        first = (await answers(control, beat(me, 5, [0, 0]), 4))[2:]
-        mark = first[1].header["mark"]
+        first = (await answers(control, beat_of(me, incarnation=5), 4))[2:]
+        mark = read_members(first[1]).mark
         house.coordinator._driver.feed(Left(me.node, me.boot))
-        [heard] = await answers(control, beat(me, 5, mark), 1)
+        [heard] = await answers(control, beat_of(me, incarnation=5, table=mark), 1)
         assert heard.header["above"] == 5
         assert house.coordinator.state(me.node) is NodeState.DEAD
-        [heard] = await answers(control, beat(me, 6, mark), 1)
+        [heard] = await answers(control, beat_of(me, incarnation=6, table=mark), 1)
         assert "above" not in heard.header
         assert house.coordinator.state(me.node) is NodeState.ALIVE
 
