@@ -240,7 +240,7 @@ class MembersWorld(Timeline):
             return
         self._asleep_s += self.now_s - self._paused_s
         self._paused_s, self._awake_since_s = None, self.now_s
-        self._run_timers()
+        self._tick_late()
         waiting, self._inbox = self._inbox, []
         for sent in waiting:
             self._read(sent)
@@ -259,18 +259,29 @@ class MembersWorld(Timeline):
     def _tick_coordinator(self, term: int) -> None:
         if term != self.term:
             return
-        late_s = 0.0
+        late_s = SLOW_TICK_S if self.slow else 0.0
         if not self.paused:
-            self._run_timers()
+            self._tick_in_time() if not self.slow else self._tick_late()
             self._check_noticed()
-            late_s = SLOW_TICK_S if self.slow else 0.0
         self.at(self.now_s + TICK_S + late_s, lambda: self._tick_coordinator(term))
 
-    def _run_timers(self) -> None:
-        self.roll.handle_timer(self.now_s)
-        self._drain()
+    def _tick_in_time(self) -> None:
+        """What its loop's watch says moves the timer on, as every message does."""
+        self._take_score()
+        self._run_timer()
+
+    def _tick_late(self) -> None:
+        """Both are overdue, and come in any order: the timer first is the worse one."""
+        self._run_timer()
+        self._take_score()
+
+    def _take_score(self) -> None:
         self.health.tick(self.now_s)
         self.roll.receive(Late(self.health.score), self.now_s)
+        self._drain()
+
+    def _run_timer(self) -> None:
+        _run_if_due(self.roll, self.now_s)
         self._drain()
 
     def _arrive(self, sent: Sent) -> None:
@@ -446,7 +457,7 @@ class MembersWorld(Timeline):
         self.at(self.now_s + wait_s, tick)
 
     def _run_host(self, host: Host) -> None:
-        host.watch.handle_timer(self.now_s)
+        _run_if_due(host.watch, self.now_s)
         host.health.tick(self.now_s)
         host.watch.receive(Late(host.health.score), self.now_s)
         if host.link and any(isinstance(e, StateChanged) and e.state is NodeState.DEAD for e in host.watch.events()):
@@ -564,6 +575,13 @@ class MembersWorld(Timeline):
 
 def _process(boot: BootId) -> int:
     return int(boot)
+
+
+def _run_if_due(machine: Roll | Membership, now_s: float) -> None:
+    """As a `Driver` does: a machine that was given a message meanwhile may want to be run later, or not at all."""
+    due_s = machine.next_timer()
+    if due_s is not None and now_s >= due_s:
+        machine.handle_timer(now_s)
 
 
 WHOLE_S = 90.0

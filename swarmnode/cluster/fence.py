@@ -24,9 +24,7 @@ class Fence:
                 "whoever sent it does not coordinate any more"
             )
 
-    def admit(self, term: int) -> bool:
-        """The same of whoever is there for the first time. Returns whether the term is news, which must be kept on disk
-        before anything is done that it says."""
+    def admit(self, term: int) -> None:
+        """The same of whoever is there for the first time. A later term is on disk before that."""
         self.check(term)
-        news, self.term = term > self.term, term
-        return news
+        self.term = term

@@ -6,8 +6,9 @@ from collections import deque
 
 RATE_S = 10.0
 """Throughput is of this long: some replies begin and end in it."""
-MAX_TEXTS = 4096
-"""Remembered for it; more come from no ring in that time, and then the rate is of fewer seconds."""
+SLOTS_PER_S = 10
+"""Tokens are counted in slots of this length, so that any number of texts needs room for RATE_S of them; of the rate it
+leaves out a hundredth at most."""
 
 
 class HeadActivity:
@@ -19,7 +20,8 @@ class HeadActivity:
         self.last_ttft_s: float | None = None
         self._opened_s: dict[str, float] = {}
         self._awaiting_first: set[str] = set()
-        self._texts: deque[tuple[float, int]] = deque(maxlen=MAX_TEXTS)
+        self._slots: deque[tuple[int, int]] = deque()
+        """Number of a slot and tokens in it, the latest last; those without any are left out."""
         self._busy_s = now
 
     @property
@@ -38,7 +40,10 @@ class HeadActivity:
         if request in self._awaiting_first:
             self._awaiting_first.discard(request)
             self.last_ttft_s = now - self._opened_s[request]
-        self._texts.append((now, tokens))
+        self._forget(now)
+        slot = _slot(now)
+        before = self._slots.pop()[1] if self._slots and self._slots[-1][0] == slot else 0
+        self._slots.append((slot, before + tokens))
 
     def ended(self, request: str, now: float) -> None:
         if self._opened_s.pop(request, None) is not None:
@@ -46,10 +51,17 @@ class HeadActivity:
             self._busy_s = now
 
     def tokens_per_s(self, now: float) -> float:
-        while self._texts and self._texts[0][0] <= now - RATE_S:
-            self._texts.popleft()
-        return sum(tokens for _, tokens in self._texts) / RATE_S
+        self._forget(now)
+        return sum(tokens for _, tokens in self._slots) / RATE_S
 
     def idle_s(self, now: float) -> float:
         """0 while a request runs."""
         return 0.0 if self._opened_s else now - self._busy_s
+
+    def _forget(self, now: float) -> None:
+        while self._slots and self._slots[0][0] <= _slot(now - RATE_S):
+            self._slots.popleft()
+
+
+def _slot(moment_s: float) -> int:
+    return int(moment_s * SLOTS_PER_S)

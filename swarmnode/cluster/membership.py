@@ -24,7 +24,8 @@ SUSPECT_S = 6.0
 DEAD_S = 15.0
 """Silence beyond this ends the node's rings; a stalled uplink of a few seconds must not."""
 RETURN_S = 3.0
-"""How long a node may be without a connection, as a lane may: routers and Wi-Fi drop them, and it dials again."""
+"""How long a node, or a lane of a ring, may be without a connection and come back: a Wi-Fi that roams, or a router that
+reconnects, has done so by then; a reply may stand still for so long."""
 FORGET_S = 600.0
 """A dead node is then as one never seen: by now its connections are gone, too."""
 
@@ -123,7 +124,8 @@ class Membership:
         self._ran_s = 0.0
         self._judge_at_s = 0.0
         self._put_off = False
-        """Nobody was judged since the last stall."""
+        """Since the last stall nobody could be judged yet. The timer alone does not end it: where messages come oftener
+        than every TICK_S, it is for deadlines only."""
         self._events: list[MembershipEvent] = []
 
     def state(self, node: NodeId) -> NodeState:
@@ -166,7 +168,7 @@ class Membership:
     def handle_timer(self, now: float) -> None:
         self._listen(now)
         judges = now >= self._judge_at_s
-        self._put_off = self._put_off and not judges
+        self._put_off = self._put_off and not judges  # a loop that is always late has no other end of it
         for node, entry in list(self._entries.items()):
             if entry.state is NodeState.DEAD:
                 if now - entry.heard_s >= FORGET_S:
@@ -194,6 +196,7 @@ class Membership:
         deaf_s = now - self._ran_s - TICK_S
         self._ran_s = now
         if deaf_s < LATE_S:
+            self._put_off = self._put_off and now < self._judge_at_s
             return
         for entry in self._entries.values():
             if entry.state is not NodeState.DEAD:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.cluster.local_health import TICK_S
-from swarmnode.cluster.membership import DEAD_S, Heard, Late, Membership, NodeState, StateChanged
+from swarmnode.cluster.membership import Heard, Late, Membership, NodeState, StateChanged
 from swarmnode.driver import Driver
 from swarmnode.errors import LinkBroken
 from swarmnode.ids import BootId, NodeId
@@ -27,8 +27,9 @@ class CoordinatorWatch:
     def __init__(self, health: LocalHealth) -> None:
         self._health = health
         self._silent = trio.Event()
+        self._membership = Membership()
         self._driver: Driver[MembershipInput, object, MembershipEvent] = Driver(
-            Membership(), lambda _: None, self._changed
+            self._membership, lambda _: None, self._changed
         )
 
     def heard(self) -> None:
@@ -44,7 +45,8 @@ class CoordinatorWatch:
                 self._driver.feed(Late(self._health.score))
                 with trio.move_on_after(TICK_S):
                     await self._silent.wait()
-            raise LinkBroken(f"the coordinator answered no beat for {DEAD_S:g} s")
+            silence_s = self._membership.silence_s(_IT.node, trio.current_time())
+            raise LinkBroken(f"the coordinator answered no beat for {silence_s:.0f} s")
 
     def _changed(self, event: MembershipEvent) -> None:
         if isinstance(event, StateChanged) and event.state is NodeState.DEAD:

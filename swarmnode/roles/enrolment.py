@@ -11,7 +11,7 @@ import trio
 
 from swarmnode.cluster.join_book import AttemptBudget
 from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, format_join_token
-from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
+from swarmnode.errors import LinkBroken, NoSpace, ProtocolError, SwarmError
 from swarmnode.roles.identity import MAX_ADDRESSES
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import home_of, parse_place
@@ -207,8 +207,11 @@ async def keep_certified(
     """A coordinator's own certificate, from its own CA: looked at every hour."""
     while True:
         await trio.sleep(RENEWAL_CHECK_S)
-        if certify_self(authority, identity, roles, clock()):
-            tls.use(identity.files)
+        try:
+            if certify_self(authority, identity, roles, clock()):
+                tls.use(identity.files)
+        except NoSpace as error:  # there is a third of the certificate's life left for it
+            _log.error("%s", error.message)
 
 
 def certify_self(authority: SwarmAuthority, identity: NodeIdentity, roles: Sequence[str], now: float) -> bool:

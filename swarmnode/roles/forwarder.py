@@ -12,9 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from swarmnode.api.auth import REQUIRE_TOKEN_HEADER
+from swarmnode.api.auth import REQUIRE_TOKEN_HEADER, presented_token
 from swarmnode.api.errors import RETRY_AFTER_S, HttpError
 from swarmnode.api.hosts import HostMiddleware
 from swarmnode.api.middleware import (
@@ -24,7 +25,8 @@ from swarmnode.api.middleware import (
     PathMiddleware,
     RequestIdMiddleware,
 )
-from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError
+from swarmnode.cluster.let_in import LetIn
+from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError, Unauthorized
 from swarmnode.roles.coordinator_links import CoordinatorLinks
 from swarmnode.roles.http_channel import Call
 from swarmnode.roles.last_known import last_known
@@ -44,8 +46,6 @@ NODES, LAST_KNOWN = "/api/v1/nodes", b"last_known=1"
 """Only who asks for them gets the last known nodes: everybody else is better off with an error."""
 ANSWERED_KEY = "swarmnode.answered"
 """In a call's scope: the coordinator's answer has begun, and no other can."""
-MAX_LET_IN = 64
-"""Credentials remembered that the coordinator let in."""
 UNKNOWN = "this node is not connected to its coordinator at the moment; try again in a few seconds"
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
@@ -64,8 +64,8 @@ class Forwarder:
         self._context = context
         self._closed = closed
         self._links: CoordinatorLinks | None = None
-        self._let_in: dict[bytes, None] = {}
-        """Hashes of the credentials that the coordinator showed its nodes to."""
+        self._let_in = LetIn()
+        """Those that the coordinator showed its nodes to."""
 
     def app(self, hosts: HostRules) -> ASGIApp:
         guarded = PathMiddleware(HostMiddleware(self, hosts))
@@ -99,25 +99,34 @@ class Forwarder:
             why = f"the call did not get through to the coordinator: {error.message}"
             await self._without_coordinator(scope, receive, send, why)
 
+    @property
+    def _lets_everybody_in(self) -> bool:
+        return self._context.known.heading.open and not self._closed
+
     async def _without_coordinator(self, scope: Scope, receive: Receive, send: Send, why: str) -> None:
         """Whoever asks for the last known nodes gets them, if the coordinator lets everybody in, or let them in."""
         asked = (scope["method"], scope["path"], scope["query_string"]) == ("GET", NODES, LAST_KNOWN)
         if asked and not scope.get(ANSWERED_KEY):
-            open_here = self._context.known.heading.open and not self._closed
-            found = last_known(self._context.known, time.time())
-            if found is not None and (open_here or _credentials(scope) in self._let_in):
+            token, known, now = _hashed_token(scope), self._context.known, time.time()
+            let_in = token is not None and self._let_in.holds(token, known.mark[0], now)
+            found = last_known(known, now)
+            if found is not None and (self._lets_everybody_in or let_in):
                 await JSONResponse(found)(scope, receive, send)
                 return
         raise _no_coordinator(why)
 
     def _note_answer(self, scope: Scope, status: int) -> None:
+        """What it says of the call's token: nothing where everybody is let in, or where that is not known yet."""
         scope[ANSWERED_KEY] = True
-        if scope["method"] == "GET" and scope["path"] == NODES:
-            self._let_in.pop(_credentials(scope), None)
-            if status == 200:
-                self._let_in[_credentials(scope)] = None
-            if len(self._let_in) > MAX_LET_IN:
-                del self._let_in[next(iter(self._let_in))]
+        token, known = _hashed_token(scope), self._context.known
+        if self._lets_everybody_in:
+            self._let_in.forget_all()
+        elif token is None or known.as_of_s is None:
+            return
+        elif status == Unauthorized.status:
+            self._let_in.refuse(token)
+        elif status == 200 and (scope["method"], scope["path"]) == ("GET", NODES):
+            self._let_in.admit(token, known.mark[0], time.time())
 
     async def _forward(self, links: CoordinatorLinks, scope: Scope, receive: Receive, send: Send) -> None:
         """One call; the client's leaving ends it at the coordinator, too, which frees the stages."""
@@ -172,10 +181,13 @@ async def _answer(call: Call, send: Send, note: Callable[[int], None]) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _credentials(scope: Scope) -> bytes:
-    """Of a call, hashed; those without any are alike."""
-    given = b"\n".join(value for name, value in scope["headers"] if name.lower() == b"authorization")
-    return hashlib.sha256(given).digest()
+def _hashed_token(scope: Scope) -> bytes | None:
+    """The one token that a call presents, as the coordinator sees it; None for none, and for several that differ."""
+    try:
+        token = presented_token(Headers(scope=scope))
+    except HttpError:
+        return None
+    return hashlib.sha256(token.encode("latin-1")).digest() if token else None
 
 
 def _response_headers(headers: list[Header]) -> Iterator[Header]:

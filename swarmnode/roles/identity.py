@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from cryptography import x509
 
 from swarmnode.cluster.membership import next_incarnation
-from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.errors import Conflict, InvalidRequest, NoSpace, ProtocolError
 from swarmnode.private_files import read_bounded, write_private
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Place, parse_place
 from swarmnode.wire.tls import CredentialFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from swarmnode.ids import NodeId
@@ -44,7 +45,7 @@ class Membership:
 
 
 class NodeIdentity:
-    """The folder `identity/` of a data directory, 0700; every file in it 0600."""
+    """The folder `identity/` of a data directory, 0700; every file in it 0600. What writes raises NoSpace."""
 
     def __init__(self, folder: Path, key: certs.PrivateKey) -> None:
         self.folder = folder
@@ -55,12 +56,13 @@ class NodeIdentity:
     def open(cls, data_dir: Path) -> NodeIdentity:
         """Read the key, or make it. Raises InvalidRequest for a damaged one: a new key would be a new node."""
         folder = data_dir / FOLDER
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _unwritable_as_no_space(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / "key.pem"
         key = _read(path, certs.key_from_pem)
         if key is None:
             key = certs.new_key()
-            write_private(path, certs.key_to_pem(key))
+            _keep(path, certs.key_to_pem(key))
         return cls(folder, key)
 
     @property
@@ -91,25 +93,25 @@ class NodeIdentity:
         """Become a member. Raises Conflict where the node belongs to another swarm already."""
         self.check_swarm(certs.fingerprint(ca))
         self.remember(coordinators)
-        write_private(self.files.ca, certs.to_pem(ca))
+        _keep(self.files.ca, certs.to_pem(ca))
         self.renew(certificate)
 
     def renew(self, certificate: x509.Certificate) -> None:
         """Keep a certificate that was checked (`certificates.check_issued`) and is for this node's key."""
         if certs.read_certificate(certificate).node != self.node:
             raise ProtocolError("the certificate that came is another node's")
-        write_private(self.files.certificate, certs.to_pem(certificate))
+        _keep(self.files.certificate, certs.to_pem(certificate))
 
     def remember(self, coordinators: Sequence[Place]) -> None:
         text = json.dumps([str(place) for place in coordinators[:MAX_ADDRESSES]])
-        write_private(self.folder / "coordinators.json", text.encode())
+        _keep(self.folder / "coordinators.json", text.encode())
 
     def term(self) -> int:
         """The latest term that a coordinator was heard of in."""
         return _read(self.folder / "term", int) or 0
 
     def keep_term(self, term: int) -> None:
-        write_private(self.folder / "term", str(term).encode())
+        _keep(self.folder / "term", str(term).encode())
 
     def incarnation(self) -> int:
         """The latest that this node said; 0 before its first start."""
@@ -118,7 +120,7 @@ class NodeIdentity:
     def next_incarnation(self, above: int = 0) -> int:
         """One more than any before, and than `above`: on disk before anybody hears of it."""
         value = next_incarnation(self.incarnation(), above)
-        write_private(self.folder / "incarnation", str(value).encode())
+        _keep(self.folder / "incarnation", str(value).encode())
         return value
 
     def check_swarm(self, ca_hash: bytes) -> None:
@@ -148,7 +150,7 @@ class SwarmAuthority:
             raise ProtocolError(f"the swarm's key cannot be read: {error}") from None
         if member is None or member.ca.public_key() != key.public_key():
             raise ProtocolError("the key that came is not that of this swarm's CA")
-        write_private(identity.folder / CA_KEY, key_pem)
+        _keep(identity.folder / CA_KEY, key_pem)
         return cls(member.ca, key)
 
     @classmethod
@@ -171,10 +173,10 @@ class SwarmAuthority:
             )
         if key is None:
             key = certs.new_key()
-            write_private(path, certs.key_to_pem(key))
+            _keep(path, certs.key_to_pem(key))
         if certificate is None:
             certificate = certs.new_ca(key, now)
-            write_private(identity.files.ca, certs.to_pem(certificate))
+            _keep(identity.files.ca, certs.to_pem(certificate))
         if certificate.public_key() != key.public_key():
             raise InvalidRequest(f"{identity.files.ca} is not the certificate of {path}; restore them together")
         return cls(certificate, key)
@@ -197,6 +199,21 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     except (OSError, ValueError, TypeError) as error:
         raise InvalidRequest(
             f"{path} cannot be read ({error!s:.200}); restore it, or remove {path.parent} to become a new node"
+        ) from error
+
+
+def _keep(path: Path, data: bytes) -> None:
+    with _unwritable_as_no_space(path):
+        write_private(path, data)
+
+
+@contextmanager
+def _unwritable_as_no_space(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NoSpace(
+            f"{path} cannot be written: {error.strerror}; free some space there, or let this user write it"
         ) from error
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from swarmnode.cluster.fence import Fence
-from swarmnode.errors import JoinRefused, LinkBroken, ProtocolError
+from swarmnode.cluster.membership import next_incarnation
+from swarmnode.errors import JoinRefused, LinkBroken, NoSpace, ProtocolError
 from swarmnode.ids import NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body, places_of
 from swarmnode.roles.identity import MAX_ADDRESSES, SwarmAuthority
@@ -25,7 +27,7 @@ from swarmnode.wire.link import JOIN_KIND
 from swarmnode.wire.tls import secure_unverified
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from cryptography import x509
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from swarmnode.wire.address import Place
     from swarmnode.wire.link import Channel, Identity
     from swarmnode.wire.tls import SwarmTls
+
+_log = logging.getLogger(__name__)
 
 
 async def join_swarm(
@@ -130,14 +134,22 @@ class PeerMembership:
 
     async def admit_term(self, term: int) -> None:
         """A coordinator of `term` is there. Raises StaleTerm where a later one was heard; a new one is on disk before
-        anything that it says is done."""
-        if self._fence.admit(term):
+        anything that it says is done: raises NoSpace, and until it can be kept nothing is."""
+        self._fence.check(term)
+        if term > self._fence.term:
             await trio.to_thread.run_sync(self._identity.keep_term, term)
+            self._fence.admit(term)
 
     async def refute(self, above: int) -> None:
-        """This node counts as dead at incarnation `above`: from now on it says a higher one."""
-        if above >= self.incarnation:
+        """This node counts as dead at incarnation `above`: from now on it says a higher one. Where the disk does not
+        take that, it lives on all the same; after its next start it may have to pass what it says now once more."""
+        if above < self.incarnation:
+            return
+        try:
             self.incarnation = await trio.to_thread.run_sync(self._identity.next_incarnation, above)
+        except NoSpace as error:
+            _log.error("%s", error.message)
+            self.incarnation = next_incarnation(self.incarnation, above)
 
     def check_term(self, term: int) -> None:
         """A command names its term. Raises StaleTerm."""
@@ -149,7 +161,8 @@ class PeerMembership:
         named = places_of(body, MAX_ADDRESSES)
         found = (*named, *(place for place in here if place not in named))
         if found != self._identity.coordinators():
-            self._identity.remember(found)
+            with _logged_where_full():
+                self._identity.remember(found)
         return found
 
     async def keep_certified(self, post: Callable[[Frame], None]) -> None:
@@ -165,10 +178,11 @@ class PeerMembership:
         Returns where coordinators answer from now on; empty: as before.
         """
         certificate, coordinators = _read_issued(body, self._member().ca, self._clock())
-        self._identity.renew(certificate)
-        if coordinators:
-            self._identity.remember(coordinators)
-        self._tls.use(self._identity.files)
+        with _logged_where_full():  # and asked for again
+            self._identity.renew(certificate)
+            if coordinators:
+                self._identity.remember(coordinators)
+            self._tls.use(self._identity.files)
         return coordinators
 
     def take_revoked(self, body: dict[str, Any]) -> None:
@@ -183,6 +197,15 @@ class PeerMembership:
         if member is None:
             raise ProtocolError(f"{self._identity.folder} holds no certificate any more; join again with a token")
         return member
+
+
+@contextmanager
+def _logged_where_full() -> Iterator[None]:
+    """A disk that takes nothing must not end a node that can go on without."""
+    try:
+        yield
+    except NoSpace as error:
+        _log.error("%s", error.message)
 
 
 def address_towards(coordinator: Place) -> Address:

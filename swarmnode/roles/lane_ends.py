@@ -1,6 +1,6 @@
 """The two ends of one lane of a ring: what leaves by it, and what comes in, also over a link that dropped and is back.
 
-A link that breaks is dialed again for RESUME_S. The receiver says with `lane_at` which frame it waits for, first when a
+A link that breaks is dialed again for RETURN_S. The receiver says with `lane_at` which frame it waits for, first when a
 link is up and then as an acknowledgement; the sender goes on from there with what it kept. Another process at the other
 end, or a frame that is not kept any more, ends the lane, and with it the ring's link epoch.
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from swarmnode.cluster.membership import RETURN_S
 from swarmnode.errors import LinkBroken, Overloaded, ProtocolError, SwarmError
 from swarmnode.roles.outbox import Outbox
 from swarmnode.wire.compression import ZIP_KEY, LaneCompression, decompress
@@ -38,10 +39,8 @@ if TYPE_CHECKING:
     SeeBetter = Callable[[str], Awaitable[bool]]
     """Whether a better route than the one given is open now."""
 
-RESUME_S = 3.0
-"""A Wi-Fi that roams, or a router that reconnects, is back by then; a reply may stand still for so long."""
 LATE_S = 1.0
-"""What the receiver waits beyond that: it may have noticed first."""
+"""What the receiver waits beyond RETURN_S: it may have noticed first."""
 RETRY_S = 0.2
 ASK_EVERY_S = 1.0
 SIGN_S = 5.0
@@ -106,8 +105,8 @@ class LaneOut:
                     raise
                 now = trio.current_time()
                 lost_s = now if lost_s is None else lost_s
-                if now - lost_s >= RESUME_S:
-                    raise LinkBroken(f"the link was not back within {RESUME_S:g} s: {error.message}") from error
+                if now - lost_s >= RETURN_S:
+                    raise LinkBroken(f"the link was not back within {RETURN_S:g} s: {error.message}") from error
                 await trio.sleep(RETRY_S)
 
     def snapshot(self) -> dict[str, Any]:
@@ -238,7 +237,7 @@ class LaneIn:
                 await self._receive(channel)
         except LinkBroken:
             channel.abort()  # where it was this end that found something missing, the sender has to hear of it
-            with trio.move_on_after(RESUME_S + LATE_S):
+            with trio.move_on_after(RETURN_S + LATE_S):
                 await self._newer_than(number)
             if self._links == number:
                 raise

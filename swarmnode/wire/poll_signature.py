@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from swarmnode.errors import Unauthorized
 from swarmnode.wire.certificates import PrivateKey, node_id
+from swarmnode.wire.link import PROTOCOL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +73,11 @@ class Signed:
 
 def check(headers: Mapping[str, str], method: str, target: str, now: float) -> Signed:
     """The node whose key signed this request; its id is that of the key. Raises Unauthorized."""
+    if SIGNATURE_HEADER in headers and DIGEST_HEADER not in headers:
+        raise Unauthorized(
+            f"the request has no {DIGEST_HEADER}, so it is of protocol 1; this node speaks {PROTOCOL[0]} to "
+            f"{PROTOCOL[1]}; update the older program"
+        )
     try:
         public, signature = headers[KEY_HEADER][:MAX_VALUE_CHARS], _bytes(headers[SIGNATURE_HEADER])
         time, digest = (headers[name][:MAX_VALUE_CHARS] for name in (TIME_HEADER, DIGEST_HEADER))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cluster.head_activity import MAX_TEXTS, RATE_S, HeadActivity
+from swarmnode.cluster.head_activity import RATE_S, SLOTS_PER_S, HeadActivity
 
 
 def test_a_reply_gives_its_first_tokens_time_a_rate_and_then_idleness() -> None:
@@ -30,9 +30,20 @@ def test_what_it_did_not_open_counts_for_nothing() -> None:
     assert (head.requests, head.tokens_per_s(2.0), head.idle_s(2.0)) == (0, 0.0, 2.0)
 
 
-def test_a_flood_of_texts_is_bounded() -> None:
+@pytest.mark.parametrize("texts_per_s", [1, 64, 640, 6400])
+def test_the_rate_is_that_of_the_texts_however_many_come(texts_per_s: int) -> None:
     head = HeadActivity(0.0)
     head.opened("a", 0.0)
-    for _ in range(2 * MAX_TEXTS):
+    for number in range(25 * texts_per_s + 1):
+        head.gave("a", 2, number / texts_per_s)
+    assert head.tokens_per_s(25.0) == pytest.approx(2 * texts_per_s, rel=0.02)
+    assert len(head._slots) <= RATE_S * SLOTS_PER_S
+
+
+def test_a_burst_counts_whole() -> None:
+    head = HeadActivity(0.0)
+    head.opened("a", 0.0)
+    for _ in range(8192):
         head.gave("a", 1, 1.0)
-    assert head.tokens_per_s(1.0) == MAX_TEXTS / RATE_S
+    assert head.tokens_per_s(1.0) == 8192 / RATE_S
+    assert len(head._slots) == 1

@@ -69,6 +69,13 @@ class Watch:
             self.members.handle_timer(self.now_s)
             self._drain()
 
+    def talk(self, seconds: float, *nodes: NodeId) -> None:
+        """All of them, twice a second."""
+        for _ in range(round(2 * seconds)):
+            for node in nodes:
+                self.hear(node)
+            self.wait(0.5)
+
     def said(self) -> list[tuple[str, str, NodeState]]:
         return [(c.node, c.boot, c.state) for _, c in self.changes]
 
@@ -236,6 +243,21 @@ def test_a_loop_that_is_always_late_still_judges() -> None:
     for _ in range(60):
         watch.stall(2.0)
     assert watch.states() == [ALIVE, SUSPECT, DEAD]
+
+
+def test_every_stall_is_followed_by_a_tick_to_read_in_however_much_is_heard() -> None:
+    """Messages oftener than every tick leave the timer nothing but deadlines."""
+    watch = Watch()
+    for _ in range(3):
+        watch.talk(30.0, ATTIC, CELLAR)
+        watch.take(Parted(ATTIC, B1))
+        watch.talk(2.5, CELLAR)
+        watch.stall(12.5)
+        assert watch.states() == [ALIVE, ALIVE], "its return is not read yet"
+        watch.wait(0.9)
+        watch.take(Connected(ATTIC, B1, 1))
+    watch.talk(10.0, ATTIC, CELLAR)
+    assert watch.states() == [ALIVE, ALIVE]
 
 
 def test_a_stall_does_not_shorten_a_return() -> None:

@@ -13,6 +13,7 @@ from local_swarms import swarmnode
 from swarmnode.cli.local_swarm import LocalSwarm
 from swarmnode.roles.identity import NodeIdentity
 from swarmnode.wire import certificates as certs
+from swarmnode.wire.link import PROTOCOL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,7 @@ def test_both_kinds_of_node_are_fit_running_and_stopped(local: LocalSwarm) -> No
     assert fit
     assert statuses(findings, *peer_checks) == ["pass"] * 6
     assert "seen from the coordinator" in findings["reachability"]["text"]
-    assert "protocol 1" in findings["coordinator"]["text"]
+    assert f"protocol {PROTOCOL[1]}" in findings["coordinator"]["text"]
     fit, findings = examined(local.folder / "coordinator")
     assert fit
     assert statuses(findings, "swarm port", "API port", "certificate", "reachability") == ["pass"] * 4

@@ -12,7 +12,8 @@ import pytest
 from local_swarms import REPLY, Swarm, alive, start_swarm, wait_until
 from toxics import ToxicProxy, toxic_proxy
 
-from swarmnode.roles.lane_ends import LATE_S, RESUME_S
+from swarmnode.cluster.membership import RETURN_S
+from swarmnode.roles.lane_ends import LATE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 MODEL = "scripted"
 AGAIN_WITHIN_S = 10.0
-DOWN_S = RESUME_S + LATE_S + 1.0
+DOWN_S = RETURN_S + LATE_S + 1.0
 """Longer than a link is waited for."""
-ERROR_WITHIN_S = RESUME_S + LATE_S + 5.0
+ERROR_WITHIN_S = RETURN_S + LATE_S + 5.0
 LONG = "abcdefghij" * 400
 
 

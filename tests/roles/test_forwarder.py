@@ -83,6 +83,10 @@ class World:
             while self.backend.open != count:  # noqa: ASYNC110 - what is awaited counts without events
                 await trio.sleep(0.002)
 
+    async def lose_coordinator(self) -> None:
+        self.connected.cancel()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+
     async def raw_chat(self, **fields: Any) -> trio.SocketStream:
         """A chat whose reply nobody reads yet."""
         data = json.dumps(chat(**fields)).encode()
@@ -268,27 +272,26 @@ async def test_a_connection_that_nobody_uses_is_ended(tmp_path: Path, monkeypatc
         assert len(set(swarm.links)) == 2
 
 
-LAST_KNOWN = "/api/v1/nodes?last_known=1"
+NODES = "/api/v1/nodes"
+LAST_KNOWN = f"{NODES}?last_known=1"
 
 
-def told(swarm: World, *, lets_everybody_in: bool) -> None:
+def told(swarm: World, *, lets_everybody_in: bool, version: int = 7) -> None:
     """The coordinator's table of members has come."""
     row = Row(NodeId("n1"), "attic", "192.0.2.1:7700", NodeState.SUSPECT)
     heading = Heading("house", ("house", "den"), lets_everybody_in)
-    swarm.forwarder._context.known.take(Update((3, 7), 0, heading, (row,)), time.time() - 42)
+    swarm.forwarder._context.known.take(Update((3, version), 0, heading, (row,)), time.time() - 42)
 
 
 async def test_last_known_nodes_are_shown_to_whom_the_coordinator_would_show_them(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         _, token = await swarm.store.issue("reader", Scope.READ, None)
         let_in, stranger = {"authorization": f"Bearer {token}"}, {"authorization": "Bearer sk-swarm-made-up"}
+        told(swarm, lets_everybody_in=False)
         assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 200
         assert (await swarm.client.get(LAST_KNOWN, headers=stranger)).status_code == 401
-        swarm.connected.cancel()
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503, "nothing was told yet"
-        told(swarm, lets_everybody_in=False)
-        for headers, path in ((stranger, LAST_KNOWN), ({}, LAST_KNOWN), (let_in, "/api/v1/nodes")):
+        await swarm.lose_coordinator()
+        for headers, path in ((stranger, LAST_KNOWN), ({}, LAST_KNOWN), (let_in, NODES)):
             assert (await swarm.client.get(path, headers=headers)).status_code == 503
         shown = (await swarm.client.get(LAST_KNOWN, headers=let_in)).json()
         assert 41 < shown.pop("age_s") < 60
@@ -304,17 +307,49 @@ async def test_last_known_nodes_are_shown_to_whom_the_coordinator_would_show_the
         }
 
 
+@pytest.mark.parametrize("let_in", ["authorization", "x-api-key"])
+async def test_only_who_shows_the_token_that_was_let_in_sees_the_last_known_nodes(tmp_path: Path, let_in: str) -> None:
+    """In either header; without one, nobody is let in by somebody else's."""
+    async with world(tmp_path) as swarm:
+        _, token = await swarm.store.issue("reader", Scope.READ, None)
+        told(swarm, lets_everybody_in=False)
+        both = {"authorization": f"Bearer {token}", "x-api-key": token}
+        assert (await swarm.client.get(NODES, headers={let_in: both[let_in]})).status_code == 200
+        await swarm.lose_coordinator()
+        for shown, status in (
+            ({}, 503),
+            ({"x-api-key": ""}, 503),
+            ({"x-api-key": "sk-swarm-made-up"}, 503),
+            ({"authorization": "Basic eDp5"}, 503),
+            ({**both, "x-api-key": "sk-swarm-made-up"}, 503),
+            ({"x-api-key": token}, 200),
+            ({"authorization": both["authorization"]}, 200),
+        ):
+            assert (await swarm.client.get(LAST_KNOWN, headers=shown)).status_code == status, shown
+
+
+async def test_what_an_open_swarm_let_in_is_no_token_once_it_is_closed(tmp_path: Path) -> None:
+    """Nor is what came before this node knew which of the two it is."""
+    async with world(tmp_path) as swarm:
+        any_key = {"x-api-key": "any"}
+        assert (await swarm.client.get(NODES, headers=any_key)).status_code == 200
+        told(swarm, lets_everybody_in=True)
+        assert (await swarm.client.get(NODES, headers=any_key)).status_code == 200
+        told(swarm, lets_everybody_in=False, version=8)
+        await swarm.lose_coordinator()
+        assert (await swarm.client.get(LAST_KNOWN, headers=any_key)).status_code == 503
+
+
 async def test_a_token_that_is_refused_later_is_let_in_no_more(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         record, token = await swarm.store.issue("reader", Scope.READ, None)
         await swarm.store.issue("another", Scope.READ, None)
         let_in = {"authorization": f"Bearer {token}"}
+        told(swarm, lets_everybody_in=False)
         assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 200
         await swarm.store.revoke(record.id)
-        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 401
-        told(swarm, lets_everybody_in=False)
-        swarm.connected.cancel()
-        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert (await swarm.client.get("/v1/models", headers=let_in)).status_code == 401
+        await swarm.lose_coordinator()
         assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503
 
 
@@ -322,16 +357,14 @@ async def test_a_token_that_is_refused_later_is_let_in_no_more(tmp_path: Path) -
 async def test_an_open_swarms_last_known_nodes_are_for_this_machine(tmp_path: Path, closed: bool, status: int) -> None:
     async with world(tmp_path, closed=closed) as swarm:
         told(swarm, lets_everybody_in=True)
-        swarm.connected.cancel()
-        await trio.testing.wait_all_tasks_blocked(0.01)
+        await swarm.lose_coordinator()
         assert (await swarm.client.get(LAST_KNOWN)).status_code == status
 
 
 async def test_no_coordinator_is_503_with_retry_after(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         assert (await swarm.client.get("/v1/models")).status_code == 200
-        swarm.connected.cancel()
-        await trio.testing.wait_all_tasks_blocked(0.01)
+        await swarm.lose_coordinator()
         for path in ("/v1/models", "/api/v1/nodes"):
             reply = await swarm.client.get(path)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_coordinator")

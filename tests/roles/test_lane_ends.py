@@ -10,9 +10,10 @@ import pytest
 import trio
 import trio.testing
 
+from swarmnode.cluster.membership import RETURN_S
 from swarmnode.errors import LinkBroken, ProtocolError
 from swarmnode.ids import BootId, NodeId, RingId
-from swarmnode.roles.lane_ends import BETTER_S, LATE_S, RESUME_S, SIGN_S, SILENCE_S, LaneClosed, LaneIn, LaneOut
+from swarmnode.roles.lane_ends import BETTER_S, LATE_S, SIGN_S, SILENCE_S, LaneClosed, LaneIn, LaneOut
 from swarmnode.wire.compression import ZIP_KEY
 from swarmnode.wire.dialing import Dialed, Way
 from swarmnode.wire.frames import Frame
@@ -150,7 +151,7 @@ async def test_each_end_says_so_in_time(autojump_clock: object) -> None:
         await trio.sleep(1)
         road.up = False
         road.drop()
-        await trio.sleep(RESUME_S + 0.5)
+        await trio.sleep(RETURN_S + 0.5)
         assert len(road.ended) == 1  # the sender
         await trio.sleep(LATE_S)
         assert len(road.ended) == 2  # the receiver, which may have noticed first
@@ -265,7 +266,7 @@ async def test_a_receiver_without_signs_gives_up_by_itself(autojump_clock: objec
     inside = LaneIn(RING, "act", EPOCH, 7, lambda _: None)
     with pytest.raises(LinkBroken, match="nothing came"):
         await inside.serve(far)
-    assert trio.current_time() < 20 + RESUME_S + LATE_S
+    assert trio.current_time() < 20 + RETURN_S + LATE_S
     assert (await near.receive()).kind == "lane_at"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,24 +13,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+from beats import beat_of
 from contexts import node_context
 from kept_alone import state_at
 
 from swarmnode.catalog.registry import Registry
-from swarmnode.cluster.membership import RETURN_S, Left, NodeState
+from swarmnode.cluster.membership import Left, NodeState
 from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.config import read_settings
-from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NodeRemoved, SwarmError
+from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NodeRemoved, NoSpace, ProtocolError, SwarmError
 from swarmnode.ids import BootId
+from swarmnode.node import NodeOptions, run_node
+from swarmnode.roles.context import PeerResources
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.enrolment import Enrolment, certify_self
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership
-from swarmnode.roles.lane_ends import RESUME_S
 from swarmnode.roles.member_codec import read_members
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address
-from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
@@ -42,7 +46,6 @@ if TYPE_CHECKING:
 
 END_S = 5.0
 ANYWHERE = Address("127.0.0.1", 0)
-OFFER = {"memory_bytes": 1 << 30, "device": "cpu", "threads": 1, "stages": []}
 
 
 class Machine:
@@ -144,8 +147,7 @@ async def refusal(house: House, machine: Machine, identity: Identity, kind: str)
         try:
             async with machine.transport.dial(house.address, kind, identity) as channel:
                 if kind == "control":
-                    header = {"node": identity.node, "boot": identity.boot, "incarnation": 1, "seq": 0, "table": [0, 0]}
-                    await channel.send(Frame("beat", header, pack_body(OFFER)))
+                    await channel.send(beat_of(identity))
                 while True:
                     await channel.receive()
         except SwarmError as error:
@@ -209,6 +211,19 @@ async def test_a_member_connects_under_no_name_that_fools_people(
     assert house.connected() == set()
 
 
+@pytest.mark.parametrize("kind", ["requests", "control"])
+@pytest.mark.parametrize("protocol", [(1, 1), (3, 3)])
+async def test_a_program_that_is_a_version_older_or_newer_is_refused_naming_both(
+    house: House, kind: str, protocol: tuple[int, int]
+) -> None:
+    """Before it sends a beat that is none here."""
+    attic = await house.machine("attic")
+    error = await refusal(house, attic, replace(attic.identity, protocol=protocol), kind)
+    assert isinstance(error, ProtocolError)
+    assert f"the listener speaks 2, the dialer {protocol[0]}; update the older program" in error.message
+    assert house.connected() == set()
+
+
 async def test_a_new_name_is_noted_when_its_node_connects(house: House) -> None:
     attic = await house.machine("attic")
     async with attic.transport.dial(house.address, "requests", replace(attic.identity, name="loft")):
@@ -235,11 +250,6 @@ async def test_a_call_counts_on_who_brought_it_not_on_who_it_says(house: House) 
     assert brought == ["attic"]
 
 
-def beat(identity: Identity, incarnation: int, table: list[int]) -> Frame:
-    header = {"node": identity.node, "boot": identity.boot, "incarnation": incarnation, "seq": 1, "table": table}
-    return Frame("beat", header, pack_body(OFFER))
-
-
 async def answers(control: Channel, said: Frame, count: int) -> list[Frame]:
     await control.send(said)
     with trio.fail_after(END_S):
@@ -256,28 +266,28 @@ async def test_a_beat_is_answered_with_what_the_members_table_lacks(house: House
         with trio.fail_after(END_S):
             while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
                 await trio.sleep(0.01)
-        frames = await answers(control, beat(me, 5, [0, 0]), 4)
+        frames = await answers(control, beat_of(me, incarnation=5), 4)
         assert [frame.kind for frame in frames] == ["revoked", "places", "heard", "members"]
         assert "above" not in frames[2].header
         update = read_members(frames[3])
         assert (update.since, update.heading.coordinator) == (0, "house")
         [row] = update.rows
         assert (row.name, row.address, row.state) == ("attic", "192.0.2.1:7700", NodeState.ALIVE)
-        assert [f.kind for f in await answers(control, beat(me, 5, list(update.mark)), 1)] == ["heard"]
-        assert [f.kind for f in await answers(control, beat(me, 5, [0, 0]), 2)] == ["heard", "members"]
+        assert [f.kind for f in await answers(control, beat_of(me, incarnation=5, table=update.mark), 1)] == ["heard"]
+        assert [f.kind for f in await answers(control, beat_of(me, incarnation=5), 2)] == ["heard", "members"]
 
 
 async def test_a_node_that_counts_as_dead_comes_back_by_a_higher_incarnation(house: House) -> None:
     attic = await house.machine("attic")
     me = replace(attic.identity, incarnation=5)
     async with attic.transport.dial(house.address, "control", me) as control:
-        first = (await answers(control, beat(me, 5, [0, 0]), 4))[2:]
-        mark = first[1].header["mark"]
+        first = (await answers(control, beat_of(me, incarnation=5), 4))[2:]
+        mark = read_members(first[1]).mark
         house.coordinator._driver.feed(Left(me.node, me.boot))
-        [heard] = await answers(control, beat(me, 5, mark), 1)
+        [heard] = await answers(control, beat_of(me, incarnation=5, table=mark), 1)
         assert heard.header["above"] == 5
         assert house.coordinator.state(me.node) is NodeState.DEAD
-        [heard] = await answers(control, beat(me, 6, mark), 1)
+        [heard] = await answers(control, beat_of(me, incarnation=6, table=mark), 1)
         assert "above" not in heard.header
         assert house.coordinator.state(me.node) is NodeState.ALIVE
 
@@ -293,5 +303,65 @@ async def test_an_incarnation_only_grows_whatever_restarts(tmp_path: Path) -> No
     assert NodeIdentity.open(tmp_path).next_incarnation() == 9
 
 
-def test_a_node_may_be_away_as_long_as_its_lanes() -> None:
-    assert RETURN_S == RESUME_S
+class Disk:
+    full = False
+
+    def fsync(self, descriptor: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(os, "fsync", made.fsync)
+    return made
+
+
+async def test_a_member_lives_on_where_its_disk_is_full(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = NodeIdentity.open(tmp_path)
+    kept.next_incarnation()
+    member = PeerMembership(kept, cast("Any", None))
+    disk.full = True
+    await member.refute(7)
+    assert (member.incarnation, kept.incarnation()) == (8, 1)
+    assert "cannot be written: No space left on device" in caplog.text
+    assert member.take_places({"places": ["192.0.2.1:7700"]}, ()) == (Address("192.0.2.1", 7700),)
+    disk.full = False
+    await member.refute(8)
+    assert member.incarnation == kept.incarnation() == 9
+
+
+async def test_a_term_that_cannot_be_kept_is_not_followed_yet(tmp_path: Path, disk: Disk) -> None:
+    kept = NodeIdentity.open(tmp_path)
+    member = PeerMembership(kept, cast("Any", None))
+    disk.full = True
+    for _ in range(2):
+        with pytest.raises(NoSpace):
+            await member.admit_term(3)
+    disk.full = False
+    await member.admit_term(3)
+    assert kept.term() == 3
+
+
+async def test_a_certificate_that_cannot_be_kept_leaves_the_old_one(house: House, disk: Disk) -> None:
+    attic = await house.machine("attic")
+    kept = NodeIdentity.open(house.folder / "attic")
+    before, places = kept.files.certificate.read_bytes(), kept.coordinators()
+    issued = house.authority.issue(certs.new_request(kept.key), ("peer",), time.time())
+    body = {"certificate": certs.to_der(issued), "coordinators": ["192.0.2.1:7700"]}
+    disk.full = True
+    assert attic.member.take_issued(body) == (Address("192.0.2.1", 7700),)
+    assert (kept.files.certificate.read_bytes(), kept.coordinators()) == (before, places)
+    disk.full = False
+    attic.member.take_issued(body)
+    assert kept.files.certificate.read_bytes() == certs.to_pem(issued)
+
+
+async def test_a_node_on_a_full_disk_says_so_and_does_not_start(tmp_path: Path, disk: Disk) -> None:
+    options = NodeOptions(("peer",), ANYWHERE, None, None, tmp_path, None, PeerResources(1 << 30, "cpu", 1))
+    disk.full = True
+    with pytest.raises(NoSpace, match=r"key\.pem cannot be written: No space left on device; free some space"):
+        await run_node(options, lambda *_: None)

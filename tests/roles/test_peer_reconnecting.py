@@ -12,11 +12,13 @@ import trio
 from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
+from swarmnode.cluster.local_health import LocalHealth
 from swarmnode.cluster.membership import BEAT_INTERVAL_S, DEAD_S
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LinkBroken, SwarmError
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.roles.context import PeerResources
+from swarmnode.roles.coordinator_watch import CoordinatorWatch
 from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.peer import RECONNECT_S, REFUSED_S, Peer
 from swarmnode.wire.address import Address
@@ -114,6 +116,17 @@ async def test_a_coordinator_that_answers_no_beat_is_left(tmp_path: Path, autoju
     assert apart
     assert min(apart) >= DEAD_S
     assert max(apart) <= DEAD_S + RECONNECT_S[0] + 0.01
+
+
+@pytest.mark.parametrize("score", [0, 7])
+async def test_a_coordinator_is_left_with_the_seconds_that_it_was_silent_for(
+    autojump_clock: object, score: int
+) -> None:
+    """Where the member's own loop is late, they are more."""
+    health = LocalHealth()
+    health.score = score
+    with pytest.raises(LinkBroken, match=f"answered no beat for {DEAD_S * (1 + score):g} s"):
+        await CoordinatorWatch(health).run()
 
 
 class Refuting(NoMembership):

@@ -75,6 +75,7 @@ def head(node: Node | None, body: bytes, *lines: str, target: str = PUSH, age_s:
         ("late", 401, b"clocks"),
         ("again", 401, b"counts once"),
         ("removed", 403, b"was removed from this swarm"),
+        ("of protocol 1", 401, b"it is of protocol 1; this node speaks 2 to 2; update the older program"),
     ],
 )
 async def test_who_may_not_push_hears_so_before_his_body_is_read(
@@ -93,6 +94,8 @@ async def test_who_may_not_push_hears_so_before_his_body_is_read(
             key = Signer(coordinator.other.key).sign("POST", PUSH, body, 0.0)["x-swarm-key"]
             own = Signer(coordinator.peer.key).sign("POST", PUSH, body, 0.0)["x-swarm-key"]
             data = data.replace(own.encode(), key.encode())
+        if who == "of protocol 1":
+            data = data.replace(b"x-swarm-digest", b"x-unknown")
         async with raw(coordinator) as client:
             await client.stream.send_all(data)
             answer = await client.answer()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import trio
 import trio.testing
+from beats import beat_of
 from contexts import node_context
 
 from swarmnode.api.backend import LoadOptions
@@ -68,9 +69,8 @@ class House:
         self.coordinator._take(node, Frame(kind, {"ring": ring.ring, "stage": stage}, pack_body(body)))
 
     def beat(self, node: NodeId, **more: Any) -> None:
-        body = {"memory_bytes": 4 << 30, "device": "cpu", "threads": 1, "stages": [], **more}
         identity = self.coordinator.members[node].identity
-        self.coordinator._take_beat(identity, Frame("beat", {"seq": 0}, pack_body(body)))
+        self.coordinator._take_beat(identity, beat_of(identity, memory_bytes=4 << 30, **more))
 
     def ready(self, ring: LoadedRing, *step_ms: float | None) -> None:
         """Every stage says that it has loaded, and what its steps took."""

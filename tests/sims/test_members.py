@@ -125,7 +125,7 @@ PLANTED: list[tuple[dict[str, Any], type[Violation], str]] = [
     ({"membership": TakesEarlierProcesses}, Violation, "an earlier process of .* came back"),
     ({"membership": TakesLateSignsOfLife}, Violation, "came back by what it sent before it was dead"),
     ({"membership": HoldsItsOwnStallsAgainstOthers}, Violation, "was declared dead"),
-    ({"membership": JudgesBeforeItReads}, Violation, "was declared dead before what it sent was read"),
+    ({"membership": JudgesBeforeItReads}, Violation, "was declared dead"),
     ({"membership": IgnoresItsScore}, Violation, "was declared dead"),
     ({"membership": OverlooksSilence}, Violation, "and not dead"),
     ({"roll": SendsNoTable}, Stuck, "holds table"),

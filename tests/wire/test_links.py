@@ -13,7 +13,7 @@ from swarmnode.errors import InternalError, LinkBroken, Overloaded, ProtocolErro
 from swarmnode.ids import RingId
 from swarmnode.wire.address import Address
 from swarmnode.wire.frames import Frame
-from swarmnode.wire.link import Identity, LinkOptions, Parameters
+from swarmnode.wire.link import PROTOCOL, Identity, LinkOptions, Parameters
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ async def test_both_sides_learn_who_is_there(
     parameters = Parameters(RingId("r1"), (3, 1), "act", 2)
     async with transport.dial(address, "steps", attic, LinkOptions(parameters)) as channel:
         assert channel.welcome is not None
-        assert channel.welcome.protocol == 1
+        assert channel.welcome.protocol == PROTOCOL[1]
         assert channel.welcome.identity == cellar
         with pytest.raises(trio.EndOfChannel):
             await channel.receive()
