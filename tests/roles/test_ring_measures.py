@@ -132,6 +132,18 @@ async def test_a_plan_without_measures_predicts_nothing(house: House) -> None:
     assert [left["reason"] for left in plan["left_out"]] == ["not_needed"]
 
 
+async def test_a_model_stays_with_the_peers_that_keep_its_files(house: House) -> None:
+    """Of the ring before, each its own stage; other peers would have to fetch them."""
+    first = house.coordinator.start_load(MODEL, LoadOptions(peers=("spare", "slow")))
+    house.ready(first, 2.0, 2.0)
+    await house.unload(first)
+    assert [stage["peer"] for stage in house.plan()["stages"]] == ["quick", "slow"], "their files are gone again"
+    for node in (SLOW, SPARE):
+        house.beat(node, models=["m"])
+    plan = house.plan()
+    assert [stage["peer"] for stage in plan["stages"]] == ["spare", "slow"]
+
+
 async def test_lanes_and_beats_tell_how_far_nodes_are(house: House) -> None:
     ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
     lanes = [
