@@ -131,7 +131,7 @@ class _Node:
 
     async def run(self) -> None:
         kept = NodeIdentity.open(self._settings.data_dir)
-        identity = await _identity(self._options, kept.node, kept.next_incarnation())
+        identity = _identity(self._options, kept.node, kept.next_incarnation())
         await self._become_member(kept, identity)
         ballot = Ballot(self._settings.data_dir / STATE_FILE)
         may_coordinate = COORDINATOR in self._options.roles or self._options.voter or ballot.exists
@@ -265,7 +265,13 @@ class _Node:
             None if port is None else port.follow,
             stands_at,
         )
-        nursery.start_soon(self._peer.run)
+        nursery.start_soon(self._join_as_peer, self._peer, context.roads)
+
+    async def _join_as_peer(self, peer: Peer, roads: Roads) -> None:
+        """What its stages can do is what its HELLO says; where there may be a card, finding out takes a while, which
+        nothing else of this node waits for."""
+        roads.declare(await find_capabilities(self._options.resources.device))
+        await peer.run()
 
     def _standing(self, kind: str) -> int:
         """The term to answer with; raises NotCoordinator for a channel that only a coordinator serves."""
@@ -343,13 +349,12 @@ def _end_in_time(scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _identity(options: NodeOptions, node: NodeId, incarnation: int) -> Identity:
+def _identity(options: NodeOptions, node: NodeId, incarnation: int) -> Identity:
     return Identity(
         node=node,
         boot=BootId(uuid.uuid4().hex),
         name=options.name or _host_name(os.uname().nodename, node),
         roles=options.roles,
-        capabilities=await find_capabilities(options.resources.device) if PEER in options.roles else (),
         incarnation=incarnation,
     )
 

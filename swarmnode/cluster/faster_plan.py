@@ -1,4 +1,5 @@
-"""A faster ring than the one that memory alone would choose, where what was measured shows one that is worth it.
+"""Another ring than the one that memory alone would choose, where the model's files are elsewhere or what was measured
+shows a faster one that is worth it.
 
 It holds as long conversations, and as many of them: memory comes first.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from swarmnode.cluster.partition import balanced_boundaries
 from swarmnode.cluster.pricing import DTYPE_BYTES, price_stage
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from swarmnode.cluster.measured import Measured
-    from swarmnode.cluster.placement import PeerResources, Plan, PlanRequest
+    from swarmnode.cluster.placement import PeerResources, Plan, PlanRequest, StagePlan
     from swarmnode.cluster.pricing import ModelShape
     from swarmnode.ids import NodeId
 
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
     """Peers in order and a cut as a plan with its KV budget; raises LoadRefused where it does not fit."""
 
 WORTH_SHARE, WORTH_MS = 0.15, 3.0
-"""A ring that is to take the place of the one by memory must be faster by so much: measures scatter, and who never held
-a part of the model has to fetch it."""
+"""A ring for which files have to be fetched must be faster by so much than one that stays where they are; measures
+scatter, and a fetch takes minutes."""
 
 AS_FAST = 1.03
-"""Of rings that differ by no more, the one that moves the fewest stages: their files are there."""
+"""Of rings that differ by no more, the one that fetches the fewest layers, and then the one by memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class Choice:
         return predict(nodes, work, self.row_bytes, self.measured)
 
     @property
+    def kept(self) -> bool:
+        """Whether some peer keeps files of the model."""
+        return any(peer.kept_layers != (0, 0) for candidates in self.candidates for peer in candidates)
+
+    @property
     def row_bytes(self) -> int:
         """Hidden states of one position."""
         return self.shape.hidden_size * DTYPE_BYTES[self.request.dtype]
@@ -64,17 +71,54 @@ class Choice:
 
 
 def faster(choice: Choice) -> Plan:
-    """The plan that is predicted to be the fastest, with its pace; the one by memory unless another is worth it."""
+    """The plan that is predicted to be the fastest, with its pace; but a fetch of files must be worth it."""
     plans = [choice.by_memory]
-    if not choice.measured.nothing:
+    if not choice.measured.nothing or choice.kept:
         plans += _others(choice)
-    paces = [choice.pace(_nodes(plan), plan) for plan in plans]
-    least_ms = min(pace.cost_ms for pace in paces)
-    near = [index for index, pace in enumerate(paces) if pace.cost_ms <= least_ms * AS_FAST]
-    best = min(near, key=lambda index: _moved(plans[index], choice.by_memory))
-    if paces[0].cost_ms - paces[best].cost_ms < max(WORTH_MS, WORTH_SHARE * paces[0].cost_ms):
-        best = 0
-    return replace(plans[best], pace=paces[best] if choice.measured.paces else None)
+    tried = [_Tried(choice.pace(_nodes(plan), plan), _to_fetch(plan), plan) for plan in plans]
+    stay = _staying(tried)
+    best = _best(tried, choice.by_memory)
+    if stay.pace.cost_ms - best.pace.cost_ms < max(WORTH_MS, WORTH_SHARE * stay.pace.cost_ms):
+        best = stay
+    return replace(best.plan, pace=best.pace if choice.measured.paces else None)
+
+
+class _Tried(NamedTuple):
+    pace: RingPace
+    to_fetch: int
+    plan: Plan
+
+
+def _staying(tried: Sequence[_Tried]) -> _Tried:
+    """The fastest of those for which no files have to move. `tried` begins with the plan by memory, which it is where
+    no other has more of its files."""
+    by_memory = tried[0].plan
+    least = min(ring.to_fetch for ring in tried)
+    stay = tried[0]
+    if stay.to_fetch > least:
+        stay = _best([ring for ring in tried if ring.to_fetch == least], by_memory)
+    return _best([ring for ring in tried if not _fetches_beside(ring.plan, stay.plan)], by_memory)
+
+
+def _best(tried: Sequence[_Tried], by_memory: Plan) -> _Tried:
+    """Of the fastest, which differ by no more than AS_FAST, the one that fetches and moves the least."""
+    least_ms = min(ring.pace.cost_ms for ring in tried)
+    near = [ring for ring in tried if ring.pace.cost_ms <= least_ms * AS_FAST]
+    return min(near, key=lambda ring: (ring.to_fetch, _moved(ring.plan, by_memory)))
+
+
+def _to_fetch(plan: Plan) -> int:
+    """Layers, of all stages."""
+    return sum(stage.to_fetch for stage in plan.stages)
+
+
+def _fetches_beside(plan: Plan, other: Plan) -> bool:
+    """Whether a stage has files to fetch that it would not have in the other plan."""
+    return any(_where(a) != _where(b) and a.to_fetch for a, b in zip(plan.stages, other.stages, strict=True))
+
+
+def _where(stage: StagePlan) -> tuple[NodeId, int, int]:
+    return stage.peer.node, stage.first_layer, stage.end_layer
 
 
 def _moved(plan: Plan, from_plan: Plan) -> int:
@@ -87,6 +131,7 @@ def _nodes(plan: Plan) -> list[NodeId]:
 
 
 def _others(choice: Choice) -> Iterator[Plan]:
+    """That hold as long conversations as the one by memory, and as many."""
     plan = choice.by_memory
     for chosen in _orders(choice):
         for boundaries in _cuts(choice, chosen):
@@ -96,20 +141,24 @@ def _others(choice: Choice) -> Iterator[Plan]:
                     yield other
 
 
-def _orders(choice: Choice) -> Iterator[list[PeerResources]]:
-    """Peers by stage: as memory has them, and the most promising others."""
+def _orders(choice: Choice) -> list[list[PeerResources]]:
+    """Peers by stage: as memory has them, the most promising others, and those that have the least to fetch."""
     stages, tokens = choice.by_memory.stages, choice.tokens
-    yield [stage.peer for stage in stages]
     peers = {peer.node: peer for candidates in choice.candidates for peer in candidates}
-    rings = fastest(
+
+    def to_fetch(stage: int, node: NodeId) -> int:
+        return peers[node].to_fetch(stages[stage].first_layer, stages[stage].end_layer)
+
+    search = partial(
+        fastest,
         [[peer.node for peer in candidates] for candidates in choice.candidates],
         [stage.price.step_gib(is_last=stage is stages[-1]) for stage in stages],
         choice.row_bytes,
         choice.measured,
         lambda stage, node: stages[stage].price.need(tokens) <= peers[node].memory_bytes,
     )
-    for nodes in rings:
-        yield [peers[node] for node in nodes]
+    rings = [tuple(_nodes(choice.by_memory)), *search(), *(search(to_fetch) if choice.kept else ())]
+    return [[peers[node] for node in ring] for ring in dict.fromkeys(rings)]
 
 
 def _cuts(choice: Choice, chosen: Sequence[PeerResources]) -> Iterator[tuple[int, ...]]:

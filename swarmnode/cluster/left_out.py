@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swarmnode.cluster.faster_plan import WORTH_MS, WORTH_SHARE
 from swarmnode.cluster.pricing import mib
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _compared(choice: Choice, plan: Plan, peer: PeerResources) -> tuple[str, str
             return SLOWER, _slower(choice, plan.stages[place].peer, peer, place)
         if longer_ms < sum(then.hop_ms) - sum(now.hop_ms):
             return FAR, _far(now, then, place)
-    return SPARE, _spare(choice, plan, peer, then.round_ms)
+    return SPARE, _spare(choice, plan, peer, place, then.round_ms)
 
 
 def _slower(choice: Choice, holder: PeerResources, peer: PeerResources, stage: int) -> str:
@@ -85,11 +86,16 @@ def _far(now: RingPace, then: RingPace, place: int) -> str:
     return f"far: the way to it and on takes {there_ms:,.1f} ms, {here_ms:,.1f} to the peer that holds stage {place}"
 
 
-def _spare(choice: Choice, plan: Plan, peer: PeerResources, round_ms: float) -> str:
+def _spare(choice: Choice, plan: Plan, peer: PeerResources, place: int, round_ms: float) -> str:
     asked = f"not needed: the ring has {len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     if choice.measured.paces and plan.pace is not None and round_ms > plan.pace.round_ms * MARGIN:
         return f"{asked}, and nothing measured makes it faster than those that hold them"
     least = min(stage.peer.memory_bytes for stage in plan.stages)
     if least >= peer.memory_bytes:
         return f"{asked}, and who holds them offers {mib(least)} or more; it offers {mib(peer.memory_bytes)}"
-    return f"{asked}, and others held them before or are as fast"
+    holder = plan.stages[place]
+    if holder.peer.node in choice.request.prefer:
+        return f"{asked}, and {holder.peer.name} held stage {place} before"
+    if holder.to_fetch < peer.to_fetch(holder.first_layer, holder.end_layer):
+        return f"{asked}, and {holder.peer.name} keeps more of the files of stage {place}"
+    return f"{asked}, and no ring that was tried with it is {WORTH_SHARE:.0%} and {WORTH_MS:g} ms faster"

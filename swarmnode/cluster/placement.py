@@ -1,8 +1,8 @@
 """Where a model's stages go: the stages' prices against the peers' memory, refused with the numbers.
 
-Memory decides first: the largest peers hold the stages. What was measured may better that, by other peers, another
-order or another cut, but never for shorter conversations or fewer of them. The KV cache is planned for the sessions
-that the ring is meant to hold together.
+Memory decides first: the largest peers hold the stages. Who keeps the model's files, and what was measured, may better
+that, by other peers, another order or another cut, but never for shorter conversations or fewer of them. The KV cache
+is planned for the sessions that the ring is meant to hold together.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ class PeerResources:
     busy_with: str | None = None
     """The model it already holds, where it may hold no further one."""
     capabilities: frozenset[str] = ALL_CAPABILITIES
+    kept_layers: tuple[int, int] = (0, 0)
+    """The first of the model's layers whose files it keeps, and the one after the last."""
+
+    def to_fetch(self, first_layer: int, end_layer: int) -> int:
+        """How many of these layers it does not keep."""
+        first, end = self.kept_layers
+        return end_layer - first_layer - max(0, min(end, end_layer) - max(first, first_layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,11 @@ class StagePlan:
     @property
     def weight_bytes(self) -> int:
         return self.price.weights
+
+    @property
+    def to_fetch(self) -> int:
+        """Layers whose files its peer does not keep."""
+        return self.peer.to_fetch(self.first_layer, self.end_layer)
 
     @property
     def kv_token_bytes(self) -> int:

@@ -6,20 +6,25 @@ dearest stage at most once. So the round counts, and the bottleneck a second tim
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from swarmnode.cluster.measured import Measured
     from swarmnode.ids import NodeId
 
+MOST_TRIED = 8192
+"""Beginnings of rings that one search makes longer by a stage, all stages together: what it takes of the coordinator's
+loop, for any number of peers; at the least each candidate of each stage is tried once."""
 BEAM = 256
-"""Beginnings of rings that are kept while they grow: all of them up to eight candidates for three stages."""
+"""Beginnings that are kept while they grow, fewer where MOST_TRIED asks for it: all of them up to eight candidates for
+three stages."""
 MOST_CANDIDATES = 16
-"""For each stage, beside as many as the ring has stages: the fastest. With BEAM it bounds what a load takes of the
-coordinator's loop."""
+"""For each stage, beside as many as the ring has stages: the fastest."""
 BEST_KEPT = 4
 
 
@@ -58,17 +63,15 @@ def predict(nodes: Sequence[NodeId], work_gib: Sequence[float], row_bytes: int, 
     return RingPace(stage_ms, tuple(hops))
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(NamedTuple):
     """The first stages of a ring."""
 
-    nodes: tuple[NodeId, ...]
+    to_fetch: int
+    """Layers of which their nodes do not keep the files."""
+    cost_ms: float
     sum_ms: float
     peak_ms: float
-
-    @property
-    def cost_ms(self) -> float:
-        return self.sum_ms + self.peak_ms
+    nodes: tuple[NodeId, ...]
 
 
 def fastest(
@@ -77,32 +80,53 @@ def fastest(
     row_bytes: int,
     measured: Measured,
     fits: Callable[[int, NodeId], bool],
+    to_fetch: Callable[[int, NodeId], int] = lambda _stage, _node: 0,
 ) -> list[tuple[NodeId, ...]]:
-    """Up to BEST_KEPT rings, the best first. `candidates`: who may hold each stage, the better one first where the
-    measures leave it open; `fits`: whether a stage has the memory it needs on a node. Exact while no more than BEAM
-    beginnings compete, else a beam search."""
+    """Up to BEST_KEPT rings, the best first: those that leave the least `to_fetch` (layers, of a stage on a node), of
+    them the fastest.
+
+    `candidates`: who may hold each stage, the better one first where the measures leave it open; `fits`: whether a
+    stage has the memory it needs on a node. Exact while all beginnings are kept, else a beam search.
+    """
+    stages = len(work_gib)
     able = [
-        sorted((node for node in nodes if fits(stage, node)), key=measured.pace_ms)[: MOST_CANDIDATES + len(work_gib)]
+        _most_promising([node for node in nodes if fits(stage, node)], stage, to_fetch, measured, stages)
         for stage, nodes in enumerate(candidates)
     ]
-    hop_ms = _hops({node for nodes in able for node in nodes}, row_bytes, measured)
-    begun = [_Begun((), 0.0, 0.0)]
+    hop_ms = cache(lambda sender, receiver: measured.hop_ms(sender, receiver, row_bytes))
+    begun = [_Begun(0, 0.0, 0.0, 0.0, ())]
     for nodes, work in zip(able, work_gib, strict=True):
-        longer = [
-            _longer(ring, node, measured.pace_ms(node) * work, hop_ms)
-            for ring in begun
-            for node in nodes
-            if node not in ring.nodes
-        ]
-        begun = sorted(longer, key=lambda ring: ring.cost_ms)[:BEAM]
-    whole = {ring.nodes: predict(ring.nodes, work_gib, row_bytes, measured).cost_ms for ring in begun}
-    return sorted(whole, key=lambda nodes: whole[nodes])[:BEST_KEPT]
+        width = max(1, min(BEAM, MOST_TRIED // (stages * max(1, len(nodes)))))
+        held = [(node, fetch, measured.pace_ms(node) * work) for node, fetch in nodes]
+        begun = heapq.nsmallest(BEAM, _longer(begun[:width], held, hop_ms), key=_rank)
+    whole = {ring: predict(ring.nodes, work_gib, row_bytes, measured).cost_ms for ring in begun}
+    return [ring.nodes for ring in sorted(whole, key=lambda ring: (ring.to_fetch, whole[ring]))[:BEST_KEPT]]
 
 
-def _longer(ring: _Begun, node: NodeId, step_ms: float, hop_ms: Mapping[tuple[NodeId, NodeId], float]) -> _Begun:
-    hop = hop_ms[ring.nodes[-1], node] if ring.nodes else 0.0
-    return _Begun((*ring.nodes, node), ring.sum_ms + hop + step_ms, max(ring.peak_ms, step_ms))
+def _most_promising(
+    nodes: Sequence[NodeId],
+    stage: int,
+    to_fetch: Callable[[int, NodeId], int],
+    measured: Measured,
+    stages: int,
+) -> list[tuple[NodeId, int]]:
+    """With the layers that each would have to fetch."""
+    found = [(node, to_fetch(stage, node)) for node in nodes]
+    found.sort(key=lambda entry: (entry[1], measured.pace_ms(entry[0])))
+    return found[: MOST_CANDIDATES + stages]
 
 
-def _hops(nodes: set[NodeId], row_bytes: int, measured: Measured) -> dict[tuple[NodeId, NodeId], float]:
-    return {(a, b): measured.hop_ms(a, b, row_bytes) for a in nodes for b in nodes if a != b}
+def _longer(
+    begun: Sequence[_Begun], held: Sequence[tuple[NodeId, int, float]], hop_ms: Callable[[NodeId, NodeId], float]
+) -> Iterator[_Begun]:
+    """By one more stage, for which `held` names nodes, layers to fetch and milliseconds."""
+    for ring in begun:
+        for node, fetch, step_ms in held:
+            if node not in ring.nodes:
+                hop = hop_ms(ring.nodes[-1], node) if ring.nodes else 0.0
+                total, peak = ring.sum_ms + hop + step_ms, max(ring.peak_ms, step_ms)
+                yield _Begun(ring.to_fetch + fetch, total + peak, total, peak, (*ring.nodes, node))
+
+
+def _rank(ring: _Begun) -> tuple[int, float]:
+    return ring.to_fetch, ring.cost_ms

@@ -32,7 +32,7 @@ from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.control_channels import ControlChannels
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
-from swarmnode.roles.file_sources import with_sources
+from swarmnode.roles.file_sources import with_kept, with_sources
 from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.loop_watch import watch_loop
 from swarmnode.roles.member_codec import members_frame, read_mark
@@ -243,6 +243,8 @@ class Coordinator:
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
             measured = partial(self.machines.seen, now=trio.current_time())
+            layers = manifest.architecture.num_layers
+            offers = with_kept(offers, self.members, model, layers, self.ended.get(model))
             return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch, measured)
 
         planned, leaving = self.lifecycle.find_room(self.members.values(), plan, evict=evict)

@@ -92,6 +92,7 @@ class LoadedRing:
         self.life = RingLife(nodes, trio.current_time(), adopted=adopted)
         self._post = post
         self._on_over = on_over
+        self._adopted = adopted
         self._abandoned: SwarmError | None = None
         self.unsure: set[int] = set()
         """Stages whose node was away, and has not said yet that it holds them."""
@@ -170,9 +171,10 @@ class LoadedRing:
         return self.life.nodes.index(node) if node in self.life.nodes else None
 
     def take_ready(self, stage: int, report: ReadyStage) -> None:
-        """A stage has loaded and measured itself."""
+        """A stage has loaded and measured itself; it says the same again to every coordinator that it comes to."""
+        if not self._adopted and stage not in self.ready:  # else it measured that long ago
+            self.measures.loaded(stage, report, trio.current_time())
         self.ready[stage] = report
-        self.measures.loaded(stage, report, trio.current_time())
         if report.kv_tokens < self.plan.kv_tokens:
             _log.warning(
                 "%s: stage %d has room for %d tokens of KV, %d were planned",

@@ -44,6 +44,10 @@ class Member:
         """It has said what it offers."""
         return self.beat is not None
 
+    def keeps(self, model: str) -> bool:
+        """Whether it has files of the model that it can share."""
+        return self.beat is not None and model in self.beat.models
+
     def resources(self, busy_with: str | None) -> PeerResources:
         return PeerResources(
             node=self.node,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ class Roads:
         self._identity = identity
         self._key = key
         self._routes = tuple(routes)
+
+    def declare(self, capabilities: Sequence[str]) -> None:
+        """What this node's stages can do: said in every HELLO from now on."""
+        self._identity = replace(self._identity, capabilities=tuple(capabilities))
 
     @asynccontextmanager
     async def to_coordinator(self, kind: str, options: LinkOptions = NO_OPTIONS) -> AsyncIterator[Dialed[Channel]]:

@@ -17,7 +17,7 @@ WORKER_EXIT_S = 3.0
 WORKER_TERM_S = 10.0
 """A worker after SIGTERM, before SIGKILL."""
 DEVICE_PROBE_S = 60.0
-"""A process that imports torch, from a cold disk, and looks for cards; a node with a card waits for it as it starts."""
+"""A process that imports torch, from a cold disk, and looks for cards; a peer that may have one joins after it."""
 NODE_SHUTDOWN_S = 5.0
 """The whole of a node's clean end; after it `os._exit`."""
 CHANNEL_CLOSE_S = 2.0

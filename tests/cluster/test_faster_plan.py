@@ -113,6 +113,64 @@ def test_who_held_a_stage_keeps_it_and_the_fastest_takes_the_lost_ones() -> None
     assert held(plan) == ["b", "c"]
 
 
+def kept(one: PeerResources, first: int = 0, end: int = 12) -> PeerResources:
+    return replace(one, kept_layers=(first, end))
+
+
+@pytest.mark.parametrize(
+    ("ms", "holders"),
+    [
+        (8.6, "cd"),  # a gain of 14 % now: what was enough to bring the files there was more
+        (10.2, "cd"),  # nothing is gained, but nothing to speak of is lost either
+        (13.0, "ab"),  # worth fetching for
+    ],
+)
+def test_a_model_stays_where_its_files_are_until_another_ring_is_worth_a_fetch(ms: float, holders: str) -> None:
+    c, d = kept(peer("c", 7), 0, 6), kept(peer("d", 7), 6, 12)
+    plan = plan_load(SHAPE, ASK, [A, B, c, d], paces(a=10, b=10, c=ms, d=ms))
+    assert held(plan) == list(holders)
+
+
+def test_without_measures_too_it_stays_where_its_files_are() -> None:
+    c, d = kept(peer("c", 7), 6, 12), kept(peer("d", 7), 0, 6)
+    plan = plan_load(SHAPE, ASK, [A, B, c, d])
+    assert held(plan) == ["d", "c"]
+    assert why(plan)["a"] == (
+        "not_needed",
+        "not needed: the ring has 2 stages, and d keeps more of the files of stage 0",
+    )
+
+
+def test_files_hold_no_model_where_conversations_would_be_shorter() -> None:
+    least = plan_load(SHAPE, replace(ASK, in_flight=1), [A, B]).stages[0].price.need(4096) / GIB
+    tight = [kept(peer(name, least + 0.01)) for name in "cd"]
+    assert held(plan_load(SHAPE, ASK, [A, B, *tight])) == ["a", "b"]
+
+
+def test_a_move_to_who_keeps_the_files_needs_no_gain_of_fifteen_percent() -> None:
+    measured = paces(a=10, b=11, c=9.5)
+    assert sorted(held(plan_load(SHAPE, ASK, [kept(A), kept(B), kept(C)], measured))) == ["a", "c"]
+    assert held(plan_load(SHAPE, ASK, [kept(A), kept(B), C], measured)) == ["a", "b"]
+
+
+def test_stages_do_not_change_places_for_a_little() -> None:
+    """The faster one would better have the last stage, with the head; but each would fetch the other's half."""
+    a, b = kept(A, 0, 6), kept(B, 6, 12)
+    measured = paces(a=10, b=12)
+    assert held(plan_load(replace(SHAPE, head_params=100_000_000), ASK, [a, b], measured)) == ["a", "b"]
+
+
+def test_a_larger_peer_without_a_stage_hears_what_decided() -> None:
+    larger = peer("c", 9)
+    plan = plan_load(SHAPE, ASK, [kept(A), kept(B), kept(larger)], paces(a=10, b=10, c=10.9))
+    assert why(plan)["c"] == (
+        "not_needed",
+        "not needed: the ring has 2 stages, and no ring that was tried with it is 15% and 3 ms faster",
+    )
+    plan = plan_load(SHAPE, replace(ASK, prefer=("a", "b")), [A, B, larger])
+    assert why(plan)["c"] == ("not_needed", "not needed: the ring has 2 stages, and a held stage 0 before")
+
+
 def test_a_far_peer_is_avoided_and_the_plan_says_how_far_it_is() -> None:
     measured = Measured(links={(B.node, NodeId("home")): LinkSeen(80.0), (A.node, NodeId("home")): LinkSeen(2.0)})
     measured = replace(measured, links={**measured.links, (C.node, NodeId("home")): LinkSeen(2.0)})

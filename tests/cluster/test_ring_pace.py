@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmnode.cluster import ring_pace
 from swarmnode.cluster.measured import LinkSeen, Measured
-from swarmnode.cluster.ring_pace import RingPace, fastest, predict
+from swarmnode.cluster.ring_pace import MOST_TRIED, RingPace, fastest, predict
 from swarmnode.ids import NodeId
 
 HOME, A, B, C, D = (NodeId(name) for name in ("home", "a", "b", "c", "d"))
@@ -89,3 +91,33 @@ def test_a_large_swarm_is_searched_and_a_far_better_ring_is_found() -> None:
     measured = Measured({node: 1.0 if number % 25 == 0 else 10.0 for number, node in enumerate(nodes)}, 10.0)
     found = fastest([nodes] * 6, [1.0] * 6, 0, measured, lambda _stage, _node: True)[0]
     assert predict(found, [1.0] * 6, 0, measured).round_ms == 6.0
+
+
+@pytest.mark.parametrize(("stages", "peers"), [(16, 40), (4, 500), (40, 60)])
+def test_a_search_tries_a_bounded_number_of_beginnings(
+    stages: int, peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on the coordinator's loop, which answers beats meanwhile."""
+    nodes = [NodeId(str(number)) for number in range(peers)]
+    measured = Measured({node: 10.0 + number * 7 % 13 for number, node in enumerate(nodes)}, 10.0)
+    made: list[ring_pace._Begun] = []
+    begun = ring_pace._Begun
+
+    def counted(*values: Any) -> ring_pace._Begun:
+        made.append(begun(*values))
+        return made[-1]
+
+    monkeypatch.setattr(ring_pace, "_Begun", counted)
+    found = fastest([nodes] * stages, [1.0] * stages, 0, measured, lambda _stage, _node: True)[0]
+    assert len(set(found)) == stages
+    assert stages < len(made) <= MOST_TRIED + 1
+
+
+def test_who_keeps_the_files_comes_first_however_slow() -> None:
+    measured = Measured({A: 1.0, B: 2.0, C: 3.0, D: 90.0}, 2.0)
+    kept = {(0, D): 0, (1, D): 2, (0, B): 1, (1, B): 1}
+    rings = fastest(
+        [[A, B, C, D]] * 2, [1.0] * 2, 0, measured, lambda *_: True, lambda stage, node: kept.get((stage, node), 4)
+    )
+    assert rings[0] == (D, B)
+    assert fastest([[A, B, C, D]] * 2, [1.0] * 2, 0, measured, lambda *_: True)[0] == (A, B)

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
+from swarmnode import node
 from swarmnode.cluster.placement import CPU_CAPABILITIES
 from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_INT8, SERVE_ON_CARD
+from swarmnode.config import read_settings
+from swarmnode.node import NodeOptions
 from swarmnode.roles import capabilities
+from swarmnode.roles.api_port import ApiOptions
 from swarmnode.roles.capabilities import find_capabilities
+from swarmnode.roles.context import PeerResources
+from swarmnode.wire.address import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KERNELS = {SERVE_INT8, SERVE_INT4_FAST, SERVE_ON_CARD}
 
@@ -80,3 +91,40 @@ async def test_the_real_program_says_that_there_is_no_card_where_torch_sees_none
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(capabilities, "DRIVERS", (Path("/"),))
     assert await kernels("auto", capabilities.PROBE) == CPU_CAPABILITIES
+
+
+async def test_only_the_peer_of_a_node_waits_until_its_device_was_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It listens, coordinates and answers at its API meanwhile; then it declares what was found."""
+    looked = trio.Event()
+
+    async def slow_look(_device: str) -> tuple[str, ...]:
+        await looked.wait()
+        return ("found",)
+
+    monkeypatch.setattr(node, "find_capabilities", slow_look)
+    events: dict[str, Mapping[str, object]] = {}
+    told: dict[str, trio.Event] = {name: trio.Event() for name in ("ready", "peer_joined")}
+
+    def emit(event: str, values: Mapping[str, object]) -> None:
+        events[event] = values
+        if event in told:
+            told[event].set()
+
+    here = Address("127.0.0.1", 0)
+    options = NodeOptions(
+        ("coordinator", "peer"), here, ApiOptions(here), None, tmp_path, "both", PeerResources(1 << 30, "cuda", 1)
+    )
+    made = node._Node(options, read_settings(tmp_path), emit)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.run)
+            await told["ready"].wait()
+            assert "api" in events["ready"]
+            assert made._coordinator().members == {}
+            looked.set()
+            await told["peer_joined"].wait()
+            (member,) = made._coordinator().members.values()
+            assert member.identity.capabilities == ("found",)
+            nursery.cancel_scope.cancel()

@@ -8,8 +8,9 @@ from typing import Any, cast
 import trio
 from load_specs import one_stage_load
 
+from swarmnode.cluster.placement import PeerResources
 from swarmnode.ids import BootId, NodeId
-from swarmnode.roles.file_sources import with_sources
+from swarmnode.roles.file_sources import with_kept, with_sources
 from swarmnode.roles.load_spec import MAX_SOURCES, LoadSpec
 from swarmnode.roles.members import Member
 from swarmnode.roles.planning import PlannedRing
@@ -33,6 +34,20 @@ def planned(*nodes: str) -> PlannedRing:
         for stage in range(len(nodes))
     )
     return PlannedRing(cast("Any", SimpleNamespace()), specs, "float32")
+
+
+def test_a_plan_knows_which_layers_peers_keep() -> None:
+    """What they held in the last ring; without one, or beside it, nobody here remembers which."""
+    members = {NodeId(made.node): made for made in (member("a", "scripted"), member("b", "scripted"), member("c"))}
+    stages = [SimpleNamespace(first_layer=4, end_layer=6), SimpleNamespace(first_layer=0, end_layer=4)]
+    last = SimpleNamespace(stage_of={"a": 0, "c": 1}.get, plan=SimpleNamespace(stages=stages))
+    offers = [PeerResources(node, node, 1) for node in members]
+
+    def kept(of: Any) -> list[tuple[int, int]]:
+        return [offer.kept_layers for offer in with_kept(offers, members, "scripted", 6, of)]
+
+    assert kept(last) == [(4, 6), (0, 6), (0, 0)]
+    assert kept(None) == [(0, 6), (0, 6), (0, 0)]
 
 
 def sources(ring: PlannedRing) -> list[list[str]]:

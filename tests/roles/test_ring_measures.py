@@ -130,6 +130,18 @@ async def test_a_plan_without_measures_predicts_nothing(house: House) -> None:
     assert [left["reason"] for left in plan["left_out"]] == ["not_needed"]
 
 
+async def test_a_model_stays_with_the_peers_that_keep_its_files(house: House) -> None:
+    """Of the ring before, each its own stage; other peers would have to fetch them."""
+    first = house.coordinator.start_load(MODEL, LoadOptions(peers=("spare", "slow")))
+    house.ready(first, 2.0, 2.0)
+    await house.unload(first)
+    assert [stage["peer"] for stage in house.plan()["stages"]] == ["quick", "slow"], "their files are gone again"
+    for node in (SLOW, SPARE):
+        house.beat(node, models=["m"])
+    plan = house.plan()
+    assert [stage["peer"] for stage in plan["stages"]] == ["spare", "slow"]
+
+
 async def test_lanes_and_beats_tell_how_far_nodes_are(house: House) -> None:
     ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
     lanes = [
@@ -171,6 +183,31 @@ async def test_replies_that_had_the_ring_for_themselves_show_a_peer_that_has_bec
     ring.measures.replied(99, {**timing, "stage1_ms": 2.2}, trio.current_time())
     house.beat(QUICK)
     assert house.events[-1] == ("straggler_recovered", {"name": "slow", "times": 1.1})
+
+
+async def test_what_a_stage_measured_when_it_loaded_is_no_news_when_its_peer_comes_back(house: House) -> None:
+    """Its connection broke for a moment, and it says again what it said; replies have shown since how slow it is."""
+    ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    house.ready(ring, 2.0, 2.0)
+    ring.measures.replied(16, {"stage0_ms": 2.0, "stage1_ms": 9.0}, trio.current_time())
+    house.beat(QUICK)
+    assert house.events[-1] == ("straggler", {"name": "slow", "times": 4.5})
+    house.ready(ring, 2.0, 2.0)
+    house.beat(QUICK)
+    assert house.events[-1][0] == "straggler"
+    assert house.paces() == {QUICK: 2.0, SLOW: 9.0}
+
+
+async def test_a_ring_that_was_taken_over_tells_nothing_new_of_its_load(house: House) -> None:
+    """Its stages measured themselves for an earlier coordinator, perhaps hours ago."""
+    planned, _ = house.coordinator.plan_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator._new_ring(planned, adopted=True)
+    house.coordinator.rings[ring.ring] = ring
+    house.ready(ring, 2.0, 40.0)
+    assert ring.ready.keys() == {0, 1}
+    assert house.paces() == {}
+    ring.measures.replied(16, {"stage0_ms": 2.0, "stage1_ms": 9.0}, trio.current_time())
+    assert house.paces() == {QUICK: 2.0, SLOW: 9.0}
 
 
 async def test_requests_that_share_the_ring_know_it(house: House) -> None:
