@@ -70,7 +70,7 @@ class House:
     def beat(self, node: NodeId, **more: Any) -> None:
         body = {"memory_bytes": 4 << 30, "device": "cpu", "threads": 1, "stages": [], **more}
         identity = self.coordinator.members[node].identity
-        self.coordinator._take_beat(identity, Frame("beat", {"seq": 0}, pack_body(body)))
+        self.coordinator._take_beat(identity, Frame("beat", {"seq": 0, "incarnation": 0}, pack_body(body)))
 
     def ready(self, ring: LoadedRing, *step_ms: float | None) -> None:
         """Every stage says that it has loaded, and what its steps took."""
