@@ -69,9 +69,10 @@ async def _fetch_shared(
         options = LinkOptions(traffic=context.traffic, node=node)
         try:
             async with context.transport.dial(parse_address(address), "shares", context.identity, options) as channel:
-                for entry in store.missing(files):
-                    with suppress(FetchFailed):  # it may have the next one
-                        await fetch_file(channel, spec.model, entry, store, progress, node[:8])
+                for _ in range(2):  # what an earlier source left of a file may be wrong: then it begins anew
+                    for entry in store.missing(files):
+                        with suppress(FetchFailed):  # it may have the next one
+                            await fetch_file(channel, spec.model, entry, store, progress, node[:8])
         except NoSpace:
             raise
         except (SwarmError, trio.TooSlowError) as error:

@@ -511,10 +511,11 @@ def refusing(code: str) -> Serve:
 
 
 def dripping(body: bytes) -> Serve:
-    """Always something in time, and never the file."""
+    """Of a file of some length always something in time, and not the file within 20 s."""
 
     async def serve(channel: Channel) -> None:
-        await channel.receive()
+        while (await channel.receive()).header["size"] < 100:
+            await channel.send(Frame("error", {"code": "fetch_failed", "message": "it is not here"}))
         sent = 0
         while True:
             await channel.send(Frame("data", {"offset": sent}, body))
