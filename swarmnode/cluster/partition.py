@@ -55,8 +55,7 @@ class _Row:
 def _smallest_peak(row: _Row, stages: int) -> float:
     """The largest stage cost of the best cut.
 
-    best[e] is the smallest peak of layers 0 … e-1 over the stages so far. It grows with e while the next stage's cost
-    falls, so the best begin of the next stage is where the two meet, found by bisection.
+    best[e] is the smallest peak of layers 0 … e-1 over the stages so far.
     """
     ends = range(1, row.layers - stages + 2)
     best = {end: row.cost(0, 0, end) for end in ends}
@@ -67,15 +66,18 @@ def _smallest_peak(row: _Row, stages: int) -> float:
 
 
 def _meet(row: _Row, best: dict[int, float], stage: int, end: int) -> float:
-    """The smallest max(best[b], cost of b … end-1 on this stage) over stage <= b < end."""
-    low, high = stage, end - 1
-    while low < high:
-        middle = (low + high) // 2
-        if best[middle] >= row.cost(stage, middle, end):
-            high = middle
-        else:
-            low = middle + 1
-    return min(max(best[b], row.cost(stage, b, end)) for b in {max(stage, low - 1), low})
+    """The smallest max(best[b], cost of b … end-1 on this stage) over stage <= b < end.
+
+    The cost grows as b falls, so nothing is better from where it alone is no less than what was found. (best[b] need
+    not grow with b: with few layers a slow stage may have to take a dear one.)
+    """
+    found = math.inf
+    for begin in range(end - 1, stage - 1, -1):
+        cost = row.cost(stage, begin, end)
+        if cost >= found:
+            break
+        found = min(found, max(best[begin], cost))
+    return found
 
 
 def _evenest_cut(row: _Row, stages: int, peak: float) -> tuple[int, ...]:

@@ -39,6 +39,10 @@ def test_no_cut_has_a_smaller_peak_or_is_more_even(
     assert rank(costs, first, last, balanced_boundaries(costs, first, last, stages)) == best
 
 
+def test_a_slow_stage_may_do_better_with_more_layers_before_it() -> None:
+    assert balanced_boundaries([0, 0, 4, 3, 0], 0, 9, 3, [1, 5, 1]) == (3, 4)
+
+
 @settings(deadline=None)
 @given(
     costs=st.lists(st.integers(0, 50), min_size=1, max_size=8),
