@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_token import JoinToken
     from swarmnode.roles.api_port import ApiOptions, ApiPort
-    from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.office import Office
     from swarmnode.wire.address import ApiUrl
     from swarmnode.wire.link import Channel, Hello
@@ -274,9 +273,9 @@ class _Node:
         await peer.run()
 
     def _standing(self, kind: str) -> int:
-        """The term to answer with; raises NotCoordinator for a channel that only a coordinator serves."""
+        """The term to answer with; raises NotCoordinator for a coordinator's channel that this node does not serve."""
         if kind in COORDINATOR_KINDS:
-            self._coordinator()
+            self._office_for(kind)
         return 0 if self._voting is None else self._voting.term
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
@@ -293,13 +292,13 @@ class _Node:
                 raise ProtocolError("this node has no part in elections")
             await self._voting.serve(hello, channel)
         else:
-            await self._coordinator().serve_channel(kind, hello, channel)
+            await self._office_for(kind).serve_channel(kind, hello, channel)
 
-    def _coordinator(self) -> Coordinator:
-        """While this node is it; raises NotCoordinator."""
-        if self._office is None or self._office.coordinator is None:
+    def _office_for(self, kind: str) -> Office:
+        """While it serves these channels; raises NotCoordinator."""
+        if self._office is None or not self._office.serves(kind):
             raise NotCoordinator("this node does not coordinate the swarm now; another one does")
-        return self._office.coordinator
+        return self._office
 
 
 async def _listen(

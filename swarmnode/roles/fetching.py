@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,12 +18,15 @@ from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from swarmnode.catalog.manifest import FileEntry
     from swarmnode.catalog.store import ShardStore
+    from swarmnode.ids import NodeId
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.link import Channel
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ async def fetch_files(
     """Bring what the store lacks of the files of `spec`; returns the paths of those of which it has the stage's part.
 
     Shards of older imports, which have no list of chunks, are brought whole. Raises FetchFailed, NoSpace, LinkBroken,
-    or InvalidModel where neither the coordinator nor a peer has them.
+    or InvalidModel where neither the coordinator nor a peer or another voter has them.
     """
     progress = FetchProgress(report)
     lists = chunk_lists(spec.files)
@@ -63,23 +67,41 @@ async def _fetch_shared(
     progress: FetchProgress,
     why: str,
 ) -> None:
-    """Bring whole files from peers that have some of them; whatever is wrong with one, the next is asked. Raises
-    NoSpace of this disk, and InvalidModel where some are left; `why`: what the coordinator answered."""
-    for node, address in spec.sources if DIRECT in context.settings.link_routes else ():
-        options = LinkOptions(traffic=context.traffic, node=node)
+    """Bring whole files from peers that have some of them, then from other nodes that may coordinate; whatever is wrong
+    with one, the next is asked. Raises NoSpace of this disk, and InvalidModel where some are left; `why`: what the
+    coordinator answered."""
+    for source, dial in _others(context, spec):
+        progress.add(0)
         try:
-            async with context.transport.dial(parse_address(address), "shares", context.identity, options) as channel:
+            async with dial() as channel:
                 for _ in range(2):  # what an earlier source left of a file may be wrong: then it begins anew
                     for entry in store.missing(files):
                         with suppress(FetchFailed):  # it may have the next one
-                            await fetch_file(channel, spec.model, entry, store, progress, node[:8])
+                            await fetch_file(channel, spec.model, entry, store, progress, source)
         except NoSpace:
             raise
         except (SwarmError, trio.TooSlowError) as error:
-            _log.info("%s: nothing more is fetched from %s: %s", spec.model, node[:8], str(error) or "it is too slow")
+            _log.info("%s: nothing more is fetched from %s: %s", spec.model, source, str(error) or "it is too slow")
         if not store.missing(files):
             return
     raise InvalidModel(
-        f"{store.missing(files)[0].path}: neither the coordinator nor a peer that is connected has this file of "
-        f"{spec.model}; start a machine that has, or import the model on the coordinator's (which answers: {why})"
+        f"{store.missing(files)[0].path}: neither the coordinator nor a peer or voter that is connected has this file "
+        f"of {spec.model}; start a machine that has, or import the model on the coordinator's (which answers: {why})"
     )
+
+
+def _others(
+    context: NodeContext, spec: LoadSpec
+) -> Iterator[tuple[str, Callable[[], AbstractAsyncContextManager[Channel]]]]:
+    """Whom to ask after the coordinator, and how each is dialled: straight or not at all."""
+    for node, address in spec.sources if DIRECT in context.settings.link_routes else ():
+        yield node[:8], partial(_at_peer, context, node, address)
+    for way in context.roads.to_followers("files", LinkOptions(traffic=context.traffic)):
+        yield way.name, way.open
+
+
+@asynccontextmanager
+async def _at_peer(context: NodeContext, node: NodeId, address: str) -> AsyncIterator[Channel]:
+    options = LinkOptions(traffic=context.traffic, node=node)
+    async with context.transport.dial(parse_address(address), "shares", context.identity, options) as channel:
+        yield channel

@@ -1,4 +1,4 @@
-"""The serving side of files: *files* channels from a coordinator's models, *shares* channels from a peer's store."""
+"""The serving side of files: *files* channels from a voter's models, *shares* channels from a peer's store."""
 
 from __future__ import annotations
 

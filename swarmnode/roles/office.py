@@ -17,9 +17,10 @@ from swarmnode.cluster.voter_book import Seated
 from swarmnode.errors import Conflict, InternalError, InvalidModel, NoSpace, NotCoordinator
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.enrolment import Enrolment
+from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.identity import SwarmAuthority
 from swarmnode.roles.seats import Seats
-from swarmnode.roles.swarm_document import decode_document
+from swarmnode.roles.swarm_document import SwarmDocument, decode_document
 from swarmnode.roles.swarm_state import NOT_KEPT, SwarmState
 from swarmnode.wire.address import parse_place
 from swarmnode.wire.nursery import open_flat_nursery
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.identity import NodeIdentity
     from swarmnode.roles.polling import PolledLinks
     from swarmnode.roles.voting import Voting
+    from swarmnode.wire.link import Channel, Hello
     from swarmnode.wire.tls import SwarmTls
 
 CATALOGUE_S = 5.0
@@ -62,6 +64,10 @@ class Office:
     def __init__(self, parts: OfficeParts) -> None:
         self.coordinator: Coordinator | None = None
         self._parts = parts
+        self._followed: SwarmDocument | None = None
+        """What another coordinator wrote; None while there is none to go by, as who was removed is known from it."""
+        root = parts.context.settings.models_root
+        self._files = Registry(root, lambda: self._known.models, lambda: self._known.removed)
 
     async def run(self) -> None:
         voting, root = self._parts.voting, self._parts.context.settings.models_root
@@ -73,6 +79,21 @@ class Office:
                 else:
                     await self._follow(voting.coordinator)
 
+    def serves(self, kind: str) -> bool:
+        """Whether a coordinator's channel is served here now: of a node that follows, the files of its catalogue."""
+        return self.coordinator is not None or (kind == "files" and self._followed is not None)
+
+    async def serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
+        """One that `serves`, to its end."""
+        if self.coordinator is not None:
+            await self.coordinator.serve_channel(kind, hello, channel)
+        else:
+            await serve_files(self._files, channel)
+
+    @property
+    def _known(self) -> SwarmDocument:
+        return self._followed or SwarmDocument()
+
     async def settled(self) -> None:
         """Wait until this node coordinates, or others vote as well: then it may take their time, or be another."""
         voting = self._parts.voting
@@ -80,6 +101,7 @@ class Office:
             await voting.changed()
 
     async def _coordinate(self, term: int) -> None:
+        self._followed = None
         try:
             async with open_flat_nursery() as nursery:
                 nursery.start_soon(self._end_with_term, term, nursery.cancel_scope)
@@ -159,6 +181,7 @@ class Office:
             document = decode_document(voting.entry.document)
             if revoked := document.nodes.revoked():
                 parts.tls.revoke(revoked)
+            self._followed = document
             seat = None if coordinator is None else document.voters.get(coordinator)
             if parts.follow is not None and seat is not None:
                 parts.context.roads.places = tuple(map(parse_place, seat.places))

@@ -68,7 +68,7 @@ class Peer:
         """`follow` runs while a coordinator is connected: what of this node calls it besides. `stands_at`: the places
         where this node can be reached, if it wants to be able to coordinate."""
         self._context = context
-        self._coordinators = tuple(coordinators)
+        context.roads.known = tuple(coordinators)
         self._member = member
         self._follow = follow
         self._stands_at = tuple(stands_at)
@@ -140,9 +140,9 @@ class Peer:
         """One connection's life: control and requests, until either breaks."""
         self._outbox = Outbox()
         roads = self._context.roads
-        roads.places = self._coordinators
+        roads.places = roads.known
         async with roads.to_coordinator("control") as control:
-            roads.places = tuple(place for place in self._coordinators if str(place) == control.way.name)
+            roads.places = tuple(place for place in roads.known if str(place) == control.way.name)
             async with roads.to_coordinator("requests") as requests:
                 for welcome in (control.up.welcome, requests.up.welcome):
                     await self._member.admit_term(0 if welcome is None else welcome.identity.term)
@@ -213,9 +213,10 @@ class Peer:
 
     async def _look_for_better(self, route: str) -> None:
         """Come back by a better road as soon as one is open and nothing is held that would end with this one."""
+        roads = self._context.roads
         while route != DIRECT:
             await trio.sleep(BETTER_S)
-            better = not self._hosts and await self._context.roads.better_to_coordinator(self._coordinators, route)
+            better = not self._hosts and await roads.better_to_coordinator(roads.known, route)
             if better and not self._hosts:
                 raise LinkBroken(f"a better road to it than the {route} one is open; changing to it")
 
@@ -264,7 +265,8 @@ class Peer:
             elif frame.kind == "revoked":
                 self._member.take_revoked(unpack_body(frame.body))
             elif frame.kind == "places":
-                self._coordinators = self._member.take_places(unpack_body(frame.body), self._context.roads.places)
+                roads = self._context.roads
+                roads.known = self._member.take_places(unpack_body(frame.body), roads.places)
             elif frame.kind == "relay_offer":
                 nursery.start_soon(self._answer_relay, frame.header["call"])
 
@@ -290,7 +292,8 @@ class Peer:
             holding.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
             return
         if frame.kind == "issued":
-            self._coordinators = self._member.take_issued(unpack_body(frame.body)) or self._coordinators
+            roads = self._context.roads
+            roads.known = self._member.take_issued(unpack_body(frame.body)) or roads.known
             return
         if frame.kind == "seat":
             self._member.take_seat(unpack_body(frame.body))

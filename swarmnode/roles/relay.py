@@ -59,7 +59,10 @@ class Relay:
     async def serve(self, hello: Hello, channel: Channel) -> None:
         """Its first frame says whether this end calls, or answers a call."""
         node = hello.identity.node
-        first = await channel.receive()
+        try:
+            first = await channel.receive()
+        except trio.EndOfChannel:
+            return  # it only looked whether this coordinator answers
         if first.kind == "relay_call":
             await self._call(hello, channel, NodeId(first.header["to"]))
         elif first.kind == "relay_answer":

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Roads:
-    """`places`: where the coordinator answers; while one is connected, where that one is."""
+    """`places`: where the coordinator answers; while one is connected, where that one is. `known`: where all nodes that
+    may coordinate answer, as far as this one was told."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Roads:
         places: Sequence[Place] = (),
     ) -> None:
         self.places = tuple(places)
+        self.known: tuple[Place, ...] = ()
         self._transport = transport
         self._identity = identity
         self._key = key
@@ -80,6 +82,12 @@ class Roads:
         dial = self._transport.dial
         return [Way(DIRECT, partial(dial, at, "votes", self._identity, options), str(at)) for at in addresses]
 
+    def to_followers(self, kind: str, options: LinkOptions) -> Sequence[Way[Channel]]:
+        """The ways to where the coordinator does not answer and others that may coordinate do: straight ones only."""
+        places = [place for place in self.known if place not in self.places] if DIRECT in self._routes else []
+        addresses = [place for place in places if isinstance(place, Address)]
+        return [Way(DIRECT, partial(self._channel_at, at, kind, options), str(at)) for at in addresses]
+
     async def better_to_peer(self, node: NodeId, addresses: Sequence[Address], kind: str, route: str) -> bool:
         """Whether another peer answers by a better route now. The channel that finds out names no ring: the peer says
         WELCOME, and then that it holds nothing of the kind."""
@@ -87,9 +95,9 @@ class Roads:
         return await _answers(ways, route)
 
     async def better_to_coordinator(self, places: Sequence[Place], route: str) -> bool:
-        """Whether the coordinator answers by a better route now."""
+        """Whether the coordinator answers by a better route now; of what only it serves, `relay` changes nothing."""
         ways = [
-            Way(way, partial(self._channel_at, place, "files", NO_OPTIONS), str(place))
+            Way(way, partial(self._channel_at, place, "relay", NO_OPTIONS), str(place))
             for way, place in self._ways(places)
             if better(way, route)
         ]

@@ -2,8 +2,9 @@
 
 The coordinator gives what no peer has, and takes over what a peer is too slow for. A source that lies, stalls or leaves
 is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's, unless it
-answers InvalidModel: it has not got the files, or what it has is damaged. Then the peers have to have all of them, and
-where they have not, its answer is the load's error and says which of the two it is.
+answers InvalidModel: it has not got the files, or what it has is damaged. Then the peers have to have all of them, or
+the other nodes that may coordinate what is left, and where they have not, the coordinator's answer is the load's error
+and says which of the two it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from swarmnode.catalog.chunk_pool import ChunkPool
 from swarmnode.catalog.chunks import header_of
 from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.slices import slice_tensors
-from swarmnode.errors import Conflict, FetchFailed, InvalidModel, ProtocolError, SwarmError
+from swarmnode.errors import Conflict, FetchFailed, InvalidModel, NoSpace, ProtocolError, SwarmError
 from swarmnode.roles.file_client import COORDINATOR, PEER_SILENCE_S, SHARED_WAIT_S, next_frame
 from swarmnode.wire.address import parse_address
 from swarmnode.wire.frames import Frame
@@ -130,13 +131,14 @@ class _SliceFetch:
         async with self._context.roads.to_coordinator("files", options) as dialed:
             if missing is None:
                 self._expect(store, headers)
+                self._pool = ChunkPool(headers, self._lists)
                 try:
-                    await self._fetch(dialed.up, headers, ())
+                    await self._from_coordinator(dialed.up)
                 except InvalidModel:
-                    await self._fetch(dialed.up, headers, self._sources)
+                    await self._fetch(dialed.up, headers)
                 missing = self._missing()
             self._expect(store, missing)
-            await self._fetch(dialed.up, missing, self._sources)
+            await self._fetch(dialed.up, missing)
         self._context.emit("fetched", {"model": self._spec.model, "stage": self._spec.stage, "bytes": self._came})
 
     def _expect(self, store: ShardStore, missing: dict[int, list[int]]) -> None:
@@ -156,21 +158,20 @@ class _SliceFetch:
             found[shard] = file.missing(sorted({index for span in spans for index in span}))
         return found
 
-    async def _fetch(
-        self, coordinator: Channel, missing: dict[int, list[int]], sources: Sequence[tuple[NodeId, str]]
-    ) -> None:
+    async def _fetch(self, coordinator: Channel, missing: dict[int, list[int]]) -> None:
         self._pool = ChunkPool(missing, self._lists, _turn(self._context.identity.node))
         async with open_flat_nursery() as nursery:
-            for node, address in sources if not self._pool.over else ():
+            for node, address in self._sources if not self._pool.over else ():
                 self._helping.add(node)
                 nursery.start_soon(self._from_peer, node, address)
             with trio.move_on_after(FIRST_ANSWERS_S):
-                while sources and self._silent and not self._pool.over:
+                while self._silent and not self._pool.over:
                     await self._changed.wait()
             try:
                 await self._from_coordinator(coordinator)
             except InvalidModel:  # it followed the one that had them
                 await self._from_peers_alone()
+                await self._from_followers()
                 if not self._pool.over:
                     raise
             nursery.cancel_scope.cancel()
@@ -199,6 +200,27 @@ class _SliceFetch:
             if not self._pool.over:
                 await self._changed.wait()  # every peer's batch and question has its own deadline
 
+    async def _from_followers(self) -> None:
+        """What is left, from the other nodes that may coordinate: one after the other, whatever is wrong with one."""
+        for way in self._context.roads.to_followers("files", LinkOptions(traffic=self._context.traffic)):
+            if self._pool.over:
+                return
+            self._progress.add(0)
+            try:
+                async with way.open() as channel:
+                    name = channel.welcome.identity.name if channel.welcome is not None else way.name
+                    while not self._pool.over:
+                        batch = self._pool.take_rest(anything=True)
+                        if batch is None:
+                            await self._changed.wait()  # a peer is bringing the last of it, with its own deadline
+                            continue
+                        with trio.fail_after(BATCH_S):
+                            await self._bring(channel, batch, name)
+            except NoSpace:
+                raise
+            except (SwarmError, trio.TooSlowError) as error:
+                self._leave(way.name, error)
+
     async def _from_peer(self, node: NodeId, address: str) -> None:
         """Ask a peer for what it has until all is here; one that fails is left out and named in the log."""
         options = LinkOptions(traffic=self._context.traffic, node=node)
@@ -213,13 +235,14 @@ class _SliceFetch:
                             await self._bring(channel, batch, name)
                     await trio.sleep(ASK_AGAIN_S)
         except (SwarmError, trio.TooSlowError) as error:
-            _log.info(
-                "%s: nothing more is fetched from %s: %s", self._spec.model, node[:8], str(error) or "it is too slow"
-            )
+            self._leave(node[:8], error)
         finally:
             self._helping.discard(node)
             self._pool.drop(node)
             self._heard(node)
+
+    def _leave(self, source: str, error: Exception) -> None:
+        _log.info("%s: nothing more is fetched from %s: %s", self._spec.model, source, str(error) or "it is too slow")
 
     async def _ask(self, channel: Channel, node: NodeId) -> None:
         marks = {}

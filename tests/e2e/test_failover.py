@@ -106,6 +106,33 @@ def test_a_coordinator_and_a_stage_that_die_together(tmp_path: Path, models_root
         voters.close()
 
 
+@pytest.mark.soak
+def test_files_that_only_the_first_machine_has_come_from_it_once_it_is_back(tmp_path: Path, models_root: Path) -> None:
+    """It imported the model and follows now; the stage that dies is the only one that fetched its part."""
+    voters = Voters(tmp_path, models_root, others=("den", "loft"))
+    try:
+        voters.swarm.load("scripted-two", peers=[SECOND, THIRD])  # so that the other peers get it without being named
+        stayed, gone = (stage["peer"] for stage in voters.swarm.load(MODEL, num_stages=2)["stages"])
+        assert not {stayed, gone} & {*VOTERS}
+        voters.swarm.unload("scripted-two")
+        voters.node(FIRST).kill()
+        wait_until(lambda: voters.successor() is not None, "one of the others coordinates", FAILOVER_S)
+        voters.start_again(FIRST)
+        wait_until(lambda: answers(voters.local.api, "none"), "the first one follows", SERVED_S)
+        assert voters.successor() != FIRST
+        voters.node(gone).kill()
+        wait_until(lambda: not answers(voters.apis[stayed], "none"), "the ring is lost")
+        wait_until(lambda: answers(voters.apis[stayed], "none"), "the ring is loaded again", RESTORED_S)
+        name = voters.successor()
+        assert name is not None
+        with closing(voters.admin(name)) as admin:
+            peers = [stage["peer"] for stage in admin.get(f"/api/v1/models/{MODEL}/status")["stages"]]
+        assert gone not in peers
+        assert {*peers} & {SECOND, THIRD}
+    finally:
+        voters.close()
+
+
 def test_a_coordinator_that_was_stopped_for_a_while_finds_that_it_is_none(voters: Voters) -> None:
     """SIGSTOP: it hears nothing, says nothing, and knows nothing of it when it goes on."""
     old = voters.local.coordinator

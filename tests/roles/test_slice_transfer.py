@@ -133,10 +133,10 @@ class Swarm:
         spec = self.spec(name, first, end, *sources)
         sliced = await fetch_files(context, spec, self.store(name), lambda _, *counts: self.reports.append(counts))
         folder = self.store(name).place(spec.model, spec.files, sliced)
-        return _tensors(folder / SHARD, first, end)
+        return tensors_of(folder / SHARD, first, end)
 
     def check(self, tensors: dict[str, Any], first: int, end: int) -> None:
-        assert tensors == _tensors(self.original, first, end)
+        assert tensors == tensors_of(self.original, first, end)
 
     async def _listen(self, name: str, *, task_status: trio.TaskStatus[Address]) -> None:
         async def handler(kind: str, hello: Hello, channel: Channel) -> None:
@@ -167,7 +167,7 @@ def _identity(name: str) -> Identity:
     return Identity(NodeId(name), BootId(name), name, listen=("127.0.0.1:1",))
 
 
-def _tensors(path: Path, first: int, end: int) -> dict[str, Any]:
+def tensors_of(path: Path, first: int, end: int) -> dict[str, Any]:
     content = path.read_bytes()
     ours = {f"model.layers.{layer}." for layer in range(first, end)}
     ours |= {"model.embed"} if first == 0 else set()
@@ -210,7 +210,7 @@ async def test_another_slice_takes_only_what_it_lacks_and_the_same_one_nothing(s
         await swarm.fetch("attic", 0, 2)
         before = swarm.served["house"]
         swarm.check(await swarm.fetch("attic", 1, 3), 1, 3)
-        assert swarm.served["house"] - before == _size(_tensors(swarm.original, 2, 3))
+        assert swarm.served["house"] - before == _size(tensors_of(swarm.original, 2, 3))
         before = swarm.served["house"]
         swarm.check(await swarm.fetch("attic", 0, 3), 0, 3)
         assert swarm.served["house"] == before
@@ -328,10 +328,10 @@ async def test_a_peer_gives_what_it_has(swarm: Swarm) -> None:
         await swarm.fetch("attic", 0, 3)
         before = swarm.served["house"]
         swarm.check(await swarm.fetch("cellar", 1, 4, "attic"), 1, 4)
-        assert swarm.served["attic"] == _size(_tensors(swarm.original, 1, 3))
+        assert swarm.served["attic"] == _size(tensors_of(swarm.original, 1, 3))
         small = sum(entry.size for entry in swarm.files if entry.path != SHARD)
         header = min(entry.begin for entry in read_header(swarm.original).values())
-        last = _size(_tensors(swarm.original, 3, 4))
+        last = _size(tensors_of(swarm.original, 3, 4))
         assert swarm.served["house"] - before == small + header + last
         nursery.cancel_scope.cancel()
 
@@ -440,7 +440,7 @@ async def test_a_disk_too_small_for_the_slice_is_said_before_it_is_fetched(
 ) -> None:
     async with trio.open_nursery() as nursery:
         await swarm.open(nursery)
-        need = _size(_tensors(swarm.original, 0, 1))
+        need = _size(tensors_of(swarm.original, 0, 1))
         monkeypatch.setattr(disk, "free_bytes", lambda _: disk.RESERVE_BYTES + need - 1)
         with pytest.raises(NoSpace, match="fetching the model's files needs"):
             await swarm.fetch("attic", 0, 1)
