@@ -285,6 +285,10 @@ class Coordinator:
         """The names of the nodes that vote."""
         return () if self._state is None else self._state.voter_names()
 
+    def voter_links(self) -> list[dict[str, object]]:
+        """See `Seats.voter_links`."""
+        return [] if self.seats is None else self.seats.voter_links()
+
     def dismiss(self) -> None:
         """This coordinator is over: whoever waits here hears of it, and members look for another one. Their stages
         stay, for that one to take over."""

@@ -79,6 +79,12 @@ class Seats:
             await self._state.change_voters(wanted)
             self._emit("voters_changed", {"voters": self._state.voter_names(wanted)})
 
+    def voter_links(self) -> list[dict[str, object]]:
+        """Who votes besides this node, by `node` and `name`, and whether the link to it is `up`."""
+        voters, connected = self._state.voters, self._voting.connected
+        named = zip(voters, self._state.voter_names(voters), strict=True)
+        return [{"node": n, "name": name, "up": n in connected} for n, name in named if n != self._me.node]
+
     def check_leaving(self, record: NodeRecord) -> None:
         """Raises Conflict for a voter without which no majority would be connected. A voter that was removed a moment
         ago counts, as one that is away, until the others have agreed that it votes no more."""

@@ -166,6 +166,7 @@ async def test_a_voter_without_which_no_majority_is_connected_stays(
         with pytest.raises(Conflict, match=r"without node b .* away are node c\. Start them again, or remove them"):
             seats.check_leaving(records[B])
         seats.check_leaving(records[C])
+        assert [(link["name"], link["up"]) for link in seats.voter_links()] == [("node b", True), ("node c", False)]
         nursery.cancel_scope.cancel()
 
 
