@@ -213,7 +213,8 @@ class Enrolment:
 
 def _list_founder(name: str, seats: VoterBook, nodes: NodeBook, now: float) -> None:
     """The swarm's first coordinator never joined it, so nothing but its seat tells of it; it goes as others do."""
-    known = {text for record in nodes.records() for text in (record.node, record.name)}
+    known = {record.node for record in nodes.records()}
+    known |= {record.name for record in nodes.records() if record.removed_s is None}
     for seat in seats.records():
         if name in (seat.node, seat.name) and not {seat.node, seat.name} & known:
             nodes.issued(seat.node, seat.name, now + certs.NODE_DAYS * DAY_S)
