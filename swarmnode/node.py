@@ -161,7 +161,8 @@ class _Node:
             if COORDINATOR in self._options.roles and authority is not None:
                 nursery.start_soon(keep_certified, authority, kept, VOTER_ROLES, tls)
             if may_coordinate:
-                await self._take_part(context, kept, transport, tls, ballot, port, nursery)
+                office = await self._take_part(context, kept, transport, tls, ballot, port, nursery)
+                ready["coordinates"] = office.coordinator is not None
             if PEER in self._options.roles:
                 self._start_peer(context, kept, tls, address, port, nursery)
             self._write_down(wanted, ready, context.identity)
@@ -244,7 +245,7 @@ class _Node:
         ballot: Ballot,
         port: ApiPort | None,
         nursery: trio.Nursery,
-    ) -> None:
+    ) -> Office:
         """In the elections of who coordinates, and in coordinating."""
         from swarmnode.roles.office import Office, OfficeParts
 
@@ -255,9 +256,10 @@ class _Node:
         await nursery.start(voting.run)
         follow = port.follow if port is not None and PEER not in self._options.roles else None
         places = (*context.identity.listen, *self._api_place())
-        self._office = Office(OfficeParts(context, kept, tls, voting, polled, port, places, follow))
-        nursery.start_soon(self._office.run)
-        await self._office.settled()
+        office = self._office = Office(OfficeParts(context, kept, tls, voting, polled, port, places, follow))
+        nursery.start_soon(office.run)
+        await office.settled()
+        return office
 
     def _api_place(self) -> tuple[str, ...]:
         return () if self._options.advertise_api is None else (str(self._options.advertise_api),)

@@ -62,6 +62,8 @@ class Office:
     def __init__(self, parts: OfficeParts) -> None:
         self.coordinator: Coordinator | None = None
         self._parts = parts
+        self._followed: NodeId | None = None
+        """Whom people heard that this node follows."""
 
     async def run(self) -> None:
         voting, root = self._parts.voting, self._parts.context.settings.models_root
@@ -136,7 +138,7 @@ class Office:
         nursery.start_soon(_keep_catalogue, coordinator.registry, state)
         if parts.port is not None:
             await parts.port.serve(coordinator, state, parts.polled)
-        self.coordinator = coordinator
+        self.coordinator, self._followed = coordinator, None
         self._tell("coordinating", coordinator)
 
     def _close(self, coordinator: Coordinator) -> None:
@@ -160,6 +162,9 @@ class Office:
             if revoked := document.nodes.revoked():
                 parts.tls.revoke(revoked)
             seat = None if coordinator is None else document.voters.get(coordinator)
+            if seat is not None and seat.node != self._followed:
+                self._followed = seat.node
+                parts.context.emit("following", {"node": seat.node, "name": seat.name})
             if parts.follow is not None and seat is not None:
                 parts.context.roads.places = tuple(map(parse_place, seat.places))
                 nursery.start_soon(parts.follow)
