@@ -213,7 +213,7 @@ class Enrolment:
 
 def _list_founder(name: str, seats: VoterBook, nodes: NodeBook, now: float) -> None:
     """The swarm's first coordinator never joined it, so nothing but its seat tells of it; it goes as others do."""
-    known = {record.node for record in nodes.records()}
+    known: set[str] = {record.node for record in nodes.records()}
     known |= {record.name for record in nodes.records() if record.removed_s is None}
     for seat in seats.records():
         if name in (seat.node, seat.name) and not {seat.node, seat.name} & known:
