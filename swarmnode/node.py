@@ -30,10 +30,10 @@ from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.roles.peer import Peer
 from swarmnode.roles.polling import PolledLinks
 from swarmnode.roles.roads import Roads
-from swarmnode.roles.running_node import LOCK_NAME, RunningNode
+from swarmnode.roles.running_node import LOCK_NAME, RunningNode, read_running_node
 from swarmnode.roles.swarm_document import places_in
 from swarmnode.roles.voting import Voting
-from swarmnode.wire.address import WILDCARDS, Address, parse_place, reachable_here
+from swarmnode.wire.address import WILDCARDS, Address, parse_address, parse_place, reachable_here
 from swarmnode.wire.deadlines import NODE_SHUTDOWN_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.link import COORDINATOR_KINDS, Identity
@@ -42,7 +42,7 @@ from swarmnode.wire.tls import SwarmTls
 from swarmnode.wire.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
     from swarmnode.cluster.join_token import JoinToken
@@ -142,8 +142,8 @@ class _Node:
         if wanted is None:
             wanted = await trio.to_thread.run_sync(address_towards, kept.coordinators()[0])
         async with open_flat_nursery() as nursery:
-            listen = partial(_listen, transport, wanted, self._serve_channel, identity, traffic, self._standing)
-            address: Address = await nursery.start(listen)
+            listen = partial(_listen, transport, self._serve_channel, identity, traffic, self._standing)
+            address = await self._bind(wanted, listen, nursery, steady=may_coordinate)
             about = replace(identity, listen=tuple(map(str, self._options.advertise or (address,))))
             context = NodeContext(
                 identity=about,
@@ -160,12 +160,31 @@ class _Node:
             if COORDINATOR in self._options.roles and authority is not None:
                 nursery.start_soon(keep_certified, authority, kept, VOTER_ROLES, tls)
             if may_coordinate:
-                await self._take_part(context, kept, transport, tls, ballot, port, nursery)
+                office = await self._take_part(context, kept, transport, tls, ballot, port, nursery)
+                ready["coordinates"] = office.coordinator is not None
             if PEER in self._options.roles:
                 self._start_peer(context, kept, tls, address, port, nursery)
             self._write_down(wanted, ready, context.identity)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
+
+    async def _bind(
+        self, wanted: Address, listen: Callable[..., Awaitable[None]], nursery: trio.Nursery, *, steady: bool
+    ) -> Address:
+        """The swarm port. `steady`: where any port will do it is that of the last start, since the other voters look
+        for this one there."""
+        before = read_running_node(self._settings.data_dir) if steady and wanted.port == 0 else None
+        if before is not None:
+            last = replace(wanted, port=parse_address(before.swarm).port)
+            try:
+                bound: Address = await nursery.start(listen, last)
+            except Conflict as error:
+                text = f"other voters may look for this node at {last}, where it was last: {error.message}"
+                self._emit("warning", {"text": text})
+            else:
+                return bound
+        bound = await nursery.start(listen, wanted)
+        return bound
 
     def _write_down(self, wanted: Address, ready: Mapping[str, object], identity: Identity) -> None:
         """For `swarmnode doctor` on this machine."""
@@ -225,7 +244,7 @@ class _Node:
         ballot: Ballot,
         port: ApiPort | None,
         nursery: trio.Nursery,
-    ) -> None:
+    ) -> Office:
         """In the elections of who coordinates, and in coordinating."""
         from swarmnode.roles.office import Office, OfficeParts
 
@@ -236,9 +255,10 @@ class _Node:
         await nursery.start(voting.run)
         follow = port.follow if port is not None and PEER not in self._options.roles else None
         places = (*context.identity.listen, *self._api_place())
-        self._office = Office(OfficeParts(context, kept, tls, voting, polled, port, places, follow))
-        nursery.start_soon(self._office.run)
-        await self._office.settled()
+        office = self._office = Office(OfficeParts(context, kept, tls, voting, polled, port, places, follow))
+        nursery.start_soon(office.run)
+        await office.settled()
+        return office
 
     def _api_place(self) -> tuple[str, ...]:
         return () if self._options.advertise_api is None else (str(self._options.advertise_api),)
@@ -297,17 +317,26 @@ class _Node:
     def _office_for(self, kind: str) -> Office:
         """While it serves these channels; raises NotCoordinator."""
         if self._office is None or not self._office.serves(kind):
-            raise NotCoordinator("this node does not coordinate the swarm now; another one does")
+            raise NotCoordinator(f"this node does not coordinate the swarm now{self._who_else()}")
         return self._office
+
+    def _who_else(self) -> str:
+        """As far as this node knows: only a voter is told."""
+        if self._voting is None:
+            return ""
+        there = self._voting.coordinator
+        if there is None:
+            return ", and knows of no other that does: a majority of the voters has to be connected to elect one"
+        return "; it is about to" if there == self._voting.node else f"; node {there[:8]} does"
 
 
 async def _listen(
     transport: DirectTransport,
-    address: Address,
     handler: Callable[..., object],
     identity: Identity,
     traffic: Traffic,
     standing: Callable[[str], int],
+    address: Address,
     *,
     task_status: trio.TaskStatus[Address],
 ) -> None:

@@ -78,7 +78,9 @@ def up(
     join: JoinOption = None,
     swarm_listen: Annotated[
         str | None,
-        typer.Option("--swarm-listen", help=f"HOST:PORT of the swarm port. [{SWARM_LISTEN}; peers: any port]"),
+        typer.Option(
+            "--swarm-listen", help=f"HOST:PORT of the swarm port. [{SWARM_LISTEN}; peers: any, voters keep theirs]"
+        ),
     ] = None,
     advertise: AdvertiseOption = None,
     advertise_api: AdvertiseApiOption = None,

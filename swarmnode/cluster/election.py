@@ -159,6 +159,10 @@ class Election:
             if now - heard_s < QUORUM_S and self._held.get(node) == self.entry.mark
         )
 
+    def answering(self, now: float) -> frozenset[NodeId]:
+        """The nodes that answered this coordinator, and did so a moment ago."""
+        return frozenset(node for node in self._held if now - self._heard_s.get(node, -QUORUM_S) < QUORUM_S)
+
     @property
     def blank(self) -> frozenset[NodeId]:
         """The nodes that answered this coordinator that they hold nothing at all."""

@@ -61,6 +61,16 @@ class VoterBook:
         return cls([Seated(NodeId(str(r["node"])), str(r["name"]), tuple(map(str, r["places"]))) for r in records])
 
 
+def lacking_without(leaving: NodeId, voters: Collection[NodeId], connected: Collection[NodeId]) -> tuple[NodeId, ...]:
+    """The voters that are away while `leaving` may not go: without it no majority would be connected, nothing could be
+    decided, and nobody would coordinate. Empty where it may go. `connected` includes the coordinator."""
+    staying = [voter for voter in voters if voter != leaving]
+    if leaving not in voters or not staying:
+        return ()
+    away = tuple(voter for voter in staying if voter not in connected)
+    return away if 2 * len(away) >= len(staying) else ()
+
+
 def next_voters(
     voters: tuple[NodeId, ...], coordinator: NodeId, seated: Collection[NodeId], ready: Collection[NodeId]
 ) -> tuple[NodeId, ...] | None:

@@ -285,6 +285,10 @@ class Coordinator:
         """The names of the nodes that vote."""
         return () if self._state is None else self._state.voter_names()
 
+    def voter_links(self) -> list[dict[str, object]]:
+        """See `Seats.voter_links`."""
+        return [] if self.seats is None else self.seats.voter_links()
+
     def dismiss(self) -> None:
         """This coordinator is over: whoever waits here hears of it, and members look for another one. Their stages
         stay, for that one to take over."""
@@ -322,8 +326,9 @@ class Coordinator:
         return self._roll.members.silence_s(node, trio.current_time())
 
     async def remove(self, name: str) -> NodeRecord:
-        """Take a node out for good: links with it end here at once, at its neighbours when they hear of it."""
-        record = await self.enrolment.remove(name)
+        """Take a node out for good: links with it end here at once, at its neighbours when they hear of it. Raises
+        Conflict for one that the swarm needs to have a coordinator."""
+        record = await self.enrolment.remove(name, *([] if self.seats is None else [self.seats.check_leaving]))
         self._controls.tell_all(self.enrolment.revoked())
         self.tell_places()
         self.machines.forget(record.node)

@@ -11,7 +11,7 @@ import trio
 
 from swarmnode.cluster.join_book import AttemptBudget
 from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken, format_join_token
-from swarmnode.errors import LinkBroken, NoSpace, ProtocolError, SwarmError
+from swarmnode.errors import Conflict, LinkBroken, NoSpace, ProtocolError, SwarmError
 from swarmnode.roles.identity import MAX_ADDRESSES
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import home_of, parse_place
@@ -40,7 +40,8 @@ VOTER_ROLES = ("coordinator", "peer")
 """What a node needs that may coordinate: while it does not, it dials whoever does as a peer would."""
 RENEWAL_CHECK_S = 3600.0
 """A laptop's clock jumps over sleep, so the certificate is looked at every hour rather than slept up to."""
-CLOCK_SPREAD_S = 86_400.0
+DAY_S = 86_400.0
+CLOCK_SPREAD_S = DAY_S
 """A node asks by its own clock."""
 RENEWAL_PAUSE_S = 600.0
 """Between two certificates of one node; less than the hour after which it asks again."""
@@ -148,18 +149,31 @@ class Enrolment:
         self._renewed_s[node] = now
         return self._issued(certificate)
 
-    async def remove(self, name: str) -> NodeRecord:
-        """Take a node out for good: its links here are cut at once, and no certificate of its key is good any more."""
+    async def remove(self, name: str, may_go: Callable[[NodeRecord], None] = lambda _: None) -> NodeRecord:
+        """Take a node out for good: its links here are cut at once, and no certificate of its key is good any more.
+        `may_go` raises what forbids it. Raises Conflict for this coordinator itself."""
         now = self._clock()
 
         def edit(seats: VoterBook, nodes: NodeBook) -> NodeRecord:
+            self._refuse_keeper(name)
+            _list_founder(name, seats, nodes, now)
             record = nodes.remove(name, now)
+            self._refuse_keeper(record.node)
+            may_go(record)
             seats.remove(record.node)
             return record
 
         record = await self._state.change_seats(edit)
         self._tls.revoke(self._state.nodes.revoked())
         return record
+
+    def _refuse_keeper(self, name: str) -> None:
+        """By name or id."""
+        if self.keeper is not None and name in (self.keeper.name, self.keeper.node):
+            raise Conflict(
+                f"{self.keeper.name} coordinates the swarm now, and cannot remove itself; stop it first: another voter "
+                "then coordinates (start peers with --voter where there is none), and removes it"
+            )
 
     async def note_name(self, node: NodeId, name: str) -> None:
         """A node may go by another name than it joined under. Raises what `NodeBook.check` raises."""
@@ -195,6 +209,15 @@ class Enrolment:
     def _issued(self, certificate: x509.Certificate) -> Frame:
         body = {"certificate": certs.to_der(certificate), "coordinators": list(self.places)}
         return Frame("issued", {}, pack_body(body))
+
+
+def _list_founder(name: str, seats: VoterBook, nodes: NodeBook, now: float) -> None:
+    """The swarm's first coordinator never joined it, so nothing but its seat tells of it; it goes as others do."""
+    known: set[str] = {record.node for record in nodes.records()}
+    known |= {record.name for record in nodes.records() if record.removed_s is None}
+    for seat in seats.records():
+        if name in (seat.node, seat.name) and not {seat.node, seat.name} & known:
+            nodes.issued(seat.node, seat.name, now + certs.NODE_DAYS * DAY_S)
 
 
 async def keep_certified(

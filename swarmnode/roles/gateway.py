@@ -201,6 +201,7 @@ class Gateway:
             "coordinator": me,
             "term": coordinator.term,
             "voters": coordinator.voters(),
+            "voter_links": coordinator.voter_links(),
             "peers": peers,
             "rings": rings,
             "lost": [self._condition(model) for model in self._lost()],

@@ -68,6 +68,8 @@ class Office:
         """What another coordinator wrote; None while there is none to go by, as who was removed is known from it."""
         root = parts.context.settings.models_root
         self._files = Registry(root, lambda: self._known.models, lambda: self._known.removed)
+        self._told: NodeId | None = None
+        """Whom people heard that this node follows."""
 
     async def run(self) -> None:
         voting, root = self._parts.voting, self._parts.context.settings.models_root
@@ -158,7 +160,7 @@ class Office:
         nursery.start_soon(_keep_catalogue, coordinator.registry, state)
         if parts.port is not None:
             await parts.port.serve(coordinator, state, parts.polled)
-        self.coordinator = coordinator
+        self.coordinator, self._told = coordinator, None
         self._tell("coordinating", coordinator)
 
     def _close(self, coordinator: Coordinator) -> None:
@@ -183,6 +185,9 @@ class Office:
                 parts.tls.revoke(revoked)
             self._followed = document
             seat = None if coordinator is None else document.voters.get(coordinator)
+            if seat is not None and seat.node != self._told:
+                self._told = seat.node
+                parts.context.emit("following", {"node": seat.node, "name": seat.name})
             if parts.follow is not None and seat is not None:
                 parts.context.roads.places = tuple(map(parse_place, seat.places))
                 nursery.start_soon(parts.follow)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.cluster.voter_book import Seated, next_voters
-from swarmnode.errors import Forbidden, SwarmError
+from swarmnode.cluster.voter_book import Seated, lacking_without, next_voters
+from swarmnode.errors import Conflict, Forbidden, SwarmError
 from swarmnode.roles.enrolment import VOTER_ROLES, own_request, places_of
 from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.wire import certificates as certs
@@ -19,7 +19,7 @@ from swarmnode.wire.routes import DIRECT
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from swarmnode.cluster.node_book import NodeBook
+    from swarmnode.cluster.node_book import NodeBook, NodeRecord
     from swarmnode.cluster.voter_book import VoterBook
     from swarmnode.roles.dialing_back import DialBacks
     from swarmnode.roles.enrolment import Enrolment
@@ -78,6 +78,23 @@ class Seats:
         if wanted is not None:
             await self._state.change_voters(wanted)
             self._emit("voters_changed", {"voters": self._state.voter_names(wanted)})
+
+    def voter_links(self) -> list[dict[str, object]]:
+        """Who votes besides this node, by `node` and `name`, and whether the link to it is `up`."""
+        voters, connected = self._state.voters, self._voting.connected
+        named = zip(voters, self._state.voter_names(voters), strict=True)
+        return [{"node": n, "name": name, "up": n in connected} for n, name in named if n != self._me.node]
+
+    def check_leaving(self, record: NodeRecord) -> None:
+        """Raises Conflict for a voter without which no majority would be connected. A voter that was removed a moment
+        ago counts, as one that is away, until the others have agreed that it votes no more."""
+        connected = {self._me.node, *(n for n in self._voting.connected if self._state.seats.get(n) is not None)}
+        away = lacking_without(record.node, self._state.voters, connected)
+        if away:
+            raise Conflict(
+                f"without {record.name} no majority of the voters would be connected, and nobody could coordinate: "
+                f"away are {', '.join(self._state.voter_names(away))}. Start them again, or remove them first"
+            )
 
     async def stand(self, hello: Hello, channel: Channel, frame: Frame) -> Frame | None:
         """A member asks to be able to coordinate: `seat` with key and certificate, or `no_seat` with why not; nothing

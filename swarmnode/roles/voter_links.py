@@ -58,6 +58,11 @@ class VoterLinks:
                 dialed = self._dialed[node] = _Dialed(places[node])
                 self._nursery.start_soon(self._keep, node, dialed)
 
+    @property
+    def up(self) -> frozenset[NodeId]:
+        """The nodes that the dialled link leads to now."""
+        return frozenset(node for node, dialed in self._dialed.items() if dialed.up)
+
     def post(self, node: NodeId, message: VoterMessage) -> None:
         """Send a question or a heartbeat; dropped where there is no link, or one that is not read."""
         if node in self._dialed:
@@ -84,10 +89,12 @@ class VoterLinks:
             while True:
                 try:
                     async with dial_best(self._ways(node, dialed.places)) as link:
-                        attempt = 0
+                        attempt, dialed.up = 0, True
                         await self._exchange(node, link.up, dialed.waiting)
                 except SwarmError as error:
                     _log.debug("the link to voter %s: %s", node[:8], error)
+                finally:
+                    dialed.up = False
                 await trio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
                 dialed.drop_waiting()
@@ -105,6 +112,7 @@ class _Dialed:
 
     def __init__(self, places: tuple[str, ...]) -> None:
         self.places = places
+        self.up = False
         self.scope = trio.CancelScope()
         self.queue, self.waiting = trio.open_memory_channel["VoterMessage"](MAX_QUEUED)
 

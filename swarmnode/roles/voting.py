@@ -106,6 +106,11 @@ class Voting:
         return self._election.up_to_date(self._clock())
 
     @property
+    def connected(self) -> frozenset[NodeId]:
+        """The nodes whose link from this coordinator is up, and that answered on it a moment ago; not this one."""
+        return self._links.up & self._election.answering(self._clock())
+
+    @property
     def blank(self) -> frozenset[NodeId]:
         """The nodes that told this coordinator that they hold nothing."""
         return self._election.blank

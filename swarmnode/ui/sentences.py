@@ -64,6 +64,8 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"this node coordinates the swarm now (term {values['term']})"
         case "resigned":
             return "this node does not coordinate the swarm any more"
+        case "following":
+            return f"{values['name']} coordinates the swarm now, and this node follows it"
         case "seated":
             return f"{values['name']} may coordinate the swarm when it is needed"
         case "seat_refused":
@@ -95,6 +97,6 @@ def _ready(values: Mapping[str, object]) -> str:
     lines = [f"{values['name']} is up; swarm port {values['swarm']}"]
     if values.get("api"):
         lines.append(f"OpenAI endpoint {values['api']}/v1")
-    if "coordinator" in str(values["roles"]):
+    if values.get("coordinates"):
         lines.append("add a peer: `swarmnode join-token` here, then `swarmnode up --role peer --join TOKEN` there")
     return "\n".join(lines)

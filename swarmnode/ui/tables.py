@@ -129,14 +129,13 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
     coordinator = answer.get("coordinator")
     peers = answer.get("peers") or []
     alone = coordinator and all(peer.get("node") != coordinator.get("node") for peer in peers)
-    nodes = [*([coordinator] if alone else []), *peers]
-    for node in nodes:
+    for node in [*([coordinator] if alone else []), *peers, *_other_voters(answer)]:
         stages = node.get("stages")
         silence_s = node.get("silence_s")
         table.add_row(
             literal(node.get("name") or node.get("node")),
             node_state(node),
-            literal("+".join(node.get("roles") or []) or None),
+            literal(_roles(node, answer)),
             quantities.size(node.get("memory_bytes")),
             "-" if stages is None else str(len(stages)),
             literal(node.get("address")),
@@ -146,6 +145,22 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
             literal(node.get("route")),
         )
     return table
+
+
+def _roles(node: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:
+    """What a node was started as, and whether it coordinates where another one could."""
+    coordinator, roles = answer.get("coordinator") or {}, list(map(str, node.get("roles") or []))
+    several = len(answer.get("voters") or []) > 1 or "coordinator" not in roles
+    if several and coordinator and node.get("node") == coordinator.get("node"):
+        roles.append("coordinates")
+    return "+".join(roles) or None
+
+
+def _other_voters(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Voters that are no peers: all that is known of them is whether their link is up."""
+    there = {peer.get("node") for peer in answer.get("peers") or []}
+    others = [link for link in answer.get("voter_links") or [] if link.get("node") not in there]
+    return [{**link, "state": "alive" if link.get("up") else "away", "roles": ["voter"]} for link in others]
 
 
 def _headline(status: Mapping[str, Any]) -> Text:

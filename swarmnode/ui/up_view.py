@@ -30,6 +30,7 @@ class UpView:
 
     def __init__(self) -> None:
         self._ready: Mapping[str, object] | None = None
+        self._coordinates = False
         self._coordinator = Text("connecting to the coordinator", style="yellow")
         self._peers: dict[str, str] = {}
         self._models: dict[str, str] = {}
@@ -37,7 +38,14 @@ class UpView:
     def apply(self, event: str, values: Mapping[str, object]) -> None:
         match event:
             case "ready":
-                self._ready = values
+                self._ready, self._coordinates = values, bool(values.get("coordinates")) or self._coordinates
+            case "coordinating":
+                self._coordinates = True
+            case "resigned":
+                self._coordinates, self._models = False, {}
+                self._coordinator = Text("waiting for the voters to elect who coordinates", style="yellow")
+            case "following":
+                self._coordinator = Text.assemble("following ", literal(values.get("name")), ", which coordinates")
             case "joined":
                 self._coordinator = Text.assemble("connected to ", literal(values.get("coordinator")), style="green")
             case "coordinator_lost":
@@ -55,7 +63,7 @@ class UpView:
         if self._ready is None:
             return Text("starting", style="yellow", no_wrap=True)
         lines = [self._where(self._ready)]
-        if "coordinator" in str(self._ready.get("roles")):
+        if self._coordinates:
             lines += [self._who(), self._what()]
         else:
             lines.append(self._coordinator)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.cluster.voter_book import MAX_SEATED, MAX_VOTERS, Seated, VoterBook, next_voters
+from swarmnode.cluster.voter_book import MAX_SEATED, MAX_VOTERS, Seated, VoterBook, lacking_without, next_voters
 from swarmnode.errors import Conflict
 from swarmnode.ids import NodeId
 
@@ -35,6 +35,26 @@ def test_the_next_change(
     voters: tuple[NodeId, ...], seated: set[NodeId], ready: tuple[NodeId, ...], wanted: tuple[NodeId, ...] | None
 ) -> None:
     assert next_voters(voters, A, seated, ready) == wanted
+
+
+@pytest.mark.parametrize(
+    ("leaving", "voters", "connected", "lacking"),
+    [
+        (B, (A, B, C), (A, B, C), ()),
+        (B, (A, B, C), (A, B), (C,)),  # A alone is half of what would be left
+        (C, (A, B, C), (A, B), ()),  # who is away may go
+        (B, (A, B, C, D, E), (A, B, C, D, E), ()),
+        (B, (A, B, C, D, E), (A, B, C, D), ()),
+        (B, (A, B, C, D, E), (A, B, C), (D, E)),
+        (D, (A, B, C, D, E), (A, B, C), ()),
+        (B, (A, B), (A, B), ()),  # on the way from three to one
+        (D, (A, B, C), (A,), ()),  # it does not vote
+    ],
+)
+def test_a_voter_leaves_only_a_majority_that_is_connected(
+    leaving: NodeId, voters: tuple[NodeId, ...], connected: tuple[NodeId, ...], lacking: tuple[NodeId, ...]
+) -> None:
+    assert lacking_without(leaving, voters, connected) == lacking
 
 
 NODES = st.frozensets(st.sampled_from([B, C, D, E, F]))

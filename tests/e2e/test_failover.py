@@ -74,8 +74,14 @@ def test_a_killed_coordinator_has_a_successor_that_takes_everything_over_and_fol
     voters.start_again(FIRST)
     wait_until(lambda: answers(voters.local.api, token), "its port forwards", SERVED_S)
     assert "coordinating" not in [event["event"] for event in voters.node(FIRST).seen]
+    assert voters.node(FIRST).wait_for("following")["name"] == name
     with closing(voters.admin(name)) as admin:
         assert len(admin.get("/api/v1/nodes")["voters"]) == 3
+        with pytest.raises(SwarmError, match="stop it first"):
+            admin.delete(f"/api/v1/nodes/{name}")
+        wait_until(
+            lambda: all(link["up"] for link in admin.get("/api/v1/nodes")["voter_links"]), "all voters are linked"
+        )
         admin.post(f"/api/v1/models/{MODEL}/unload", {})
     wait_until(lambda: not any(map(alive, workers.values())), "the workers have ended")
 

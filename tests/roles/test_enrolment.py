@@ -18,6 +18,7 @@ from kept_alone import state_at
 from swarmnode.cluster.join_book import BURST_ATTEMPTS, REFUSED
 from swarmnode.cluster.join_token import JoinToken, parse_join_token
 from swarmnode.cluster.node_book import NodeRecord
+from swarmnode.cluster.voter_book import Seated
 from swarmnode.errors import (
     Conflict,
     InvalidRequest,
@@ -263,6 +264,26 @@ async def test_what_was_decided_is_on_disk_and_holds_after_a_restart(house: Hous
     assert isinstance(await again.refusal(token, "attic"), JoinRefused), "a removed key stays out"
     await again.ask(token, house.machine("den"), "den")
     assert isinstance(await again.refusal(token, "late"), JoinRefused)
+
+
+async def test_the_swarms_founder_is_removed_by_who_follows_it(house: House) -> None:
+    founder = house.machine("founder")
+    seat = Seated(founder.node, "founder", ("127.0.0.1:1",))
+    await house.state.change_seats(lambda seats, _: seats.seat(seat))
+    assert (await house.enrolment.remove("founder")).node == founder.node
+    assert house.tls.is_revoked(founder.node)
+    assert house.state.seats.get(founder.node) is None
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_who_coordinates_does_not_remove_itself(house: House, *, listed: bool) -> None:
+    """The first coordinator is in no list of members; a peer that follows one is."""
+    if listed:
+        await house.state.change(lambda _, nodes: nodes.issued(house.kept.node, "house", BEGAN_S + DAY_S))
+    for name in ("house", house.kept.node, *([house.kept.node[:12]] if listed else [])):
+        with pytest.raises(Conflict, match="stop it first"):
+            await house.enrolment.remove(name)
+    assert not house.enrolment.removed(house.kept.node)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
 from swarmnode.cluster.election import ELECTION_MAX_S, QUORUM_S
+from swarmnode.cluster.node_book import NodeRecord
+from swarmnode.cluster.voter_book import Seated
 from swarmnode.errors import Conflict, NoSpace, NotCoordinator
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.ballot import Ballot
+from swarmnode.roles.seats import Seats
+from swarmnode.roles.swarm_document import SwarmDocument
+from swarmnode.roles.swarm_state import SwarmState
 from swarmnode.roles.voting import Voting
 from swarmnode.wire.address import Address
 from swarmnode.wire.dialing import Way
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from swarmnode.cluster.node_book import NodeBook
+    from swarmnode.cluster.voter_book import VoterBook
     from swarmnode.wire.link import Channel, Hello
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -129,6 +137,36 @@ async def test_what_was_acknowledged_outlives_the_coordinator(
         assert again.coordinator == second.node
         with pytest.raises(NotCoordinator):
             await again.write(b"{}", again.entry.version)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_voter_without_which_no_majority_is_connected_stays(
+    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+) -> None:
+    """C is killed: then B may not go, while C may."""
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        first = machines[A].voting
+        records = {node: NodeRecord(node, f"node {node}", math.inf) for node in (B, C)}
+        await first.write(SwarmDocument().encode(), first.entry.version)
+        state = SwarmState(first)
+
+        def edit(book: VoterBook, _: NodeBook) -> None:
+            for node in (A, B, C):
+                book.seat(Seated(node, f"node {node}", PLACES[node]))
+
+        await state.change_seats(edit)
+        unused: Any = None
+        me = Seated(A, "node a", PLACES[A])
+        seats = Seats(me, state, first, unused, unused, admits=True, emit=unused, told=unused)
+        await until(lambda: first.connected == {B, C}, "both are connected")
+        seats.check_leaving(records[B])
+        machines[C].scope.cancel()
+        await until(lambda: first.connected == {B}, "C is away")
+        with pytest.raises(Conflict, match=r"without node b .* away are node c\. Start them again, or remove them"):
+            seats.check_leaving(records[B])
+        seats.check_leaving(records[C])
+        assert [(link["name"], link["up"]) for link in seats.voter_links()] == [("node b", True), ("node c", False)]
         nursery.cancel_scope.cancel()
 
 

@@ -155,6 +155,26 @@ def test_a_peer_that_was_told_nothing_says_auto() -> None:
     assert ["pc-1", "alive", "peer", "-", "-", "-", "auto", "-", "auto", "-"] in rows
 
 
+def test_ps_says_who_coordinates_and_which_voters_are_there() -> None:
+    """After a failover the first coordinator and another voter are no members: one is back, one is not."""
+    den = {"node": "n1", "name": "den", "roles": ["peer"], "state": "alive"}
+    links = [
+        {"node": "n0", "name": "desk", "up": True},
+        {"node": "n2", "name": "attic", "up": False},
+        {"node": "n3", "name": "hall", "up": True},
+    ]
+    hall = {"node": "n3", "name": "hall", "roles": ["peer"], "state": "alive"}
+    answer = {"coordinator": den, "peers": [den, hall], "voters": ["den", "desk", "attic", "hall"]}
+    rows = [line.split() for line in shown(ps_view(answer | {"voter_links": links})).splitlines()]
+    named = {row[0]: row[1:3] for row in rows if row and row[0] in ("den", "desk", "attic", "hall")}
+    assert named == {
+        "den": ["alive", "peer+coordinates"],
+        "desk": ["alive", "voter"],
+        "attic": ["away", "voter"],
+        "hall": ["alive", "peer"],
+    }
+
+
 def test_ps_marks_a_straggler() -> None:
     peers = [{"name": name, "state": "alive", "straggles": name == "den"} for name in ("den", "desk")]
     rows = [line.split() for line in shown(ps_view({"coordinator": None, "peers": peers, "rings": []})).splitlines()]

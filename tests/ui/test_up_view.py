@@ -10,7 +10,13 @@ from rich.console import Console
 from swarmnode.ui.sentences import sentence
 from swarmnode.ui.up_view import UpView
 
-READY = {"name": "desk", "swarm": "127.0.0.1:7700", "api": "http://127.0.0.1:7701", "roles": ["coordinator"]}
+READY: dict[str, Any] = {
+    "name": "desk",
+    "swarm": "127.0.0.1:7700",
+    "api": "http://127.0.0.1:7701",
+    "roles": ["coordinator"],
+    "coordinates": True,
+}
 
 
 def shown(view: UpView, width: int = 100) -> list[str]:
@@ -50,6 +56,21 @@ def test_a_peer_says_whether_it_is_connected() -> None:
     assert after(ready, ("joined", {"coordinator": "desk:7700"}))[1] == "connected to desk:7700"
     lost = ("coordinator_lost", {"reason": "x"})
     assert after(ready, lost)[1] == "not connected to the coordinator; trying again"
+
+
+def test_a_coordinator_that_comes_back_says_whom_it_follows() -> None:
+    back = ("ready", READY | {"coordinates": False})
+    assert after(back)[1:] == ["connecting to the coordinator"]
+    follows = ("following", {"node": "n1", "name": "den\x1b"})
+    assert after(back, follows)[1:] == ["following den?, which coordinates"]
+    assert after(follows, back)[1:] == ["following den?, which coordinates"], "it may be known before"
+    again: list[tuple[str, dict[str, Any]]] = [back, follows, ("coordinating", {"term": 9})]
+    assert after(*again)[1:] == ["no peers yet", "no model is loaded"]
+    again += [("ring_ready", {"model": "m"}), ("resigned", {"term": 9})]
+    assert after(*again)[1:] == ["waiting for the voters to elect who coordinates"]
+    assert "add a peer" in sentence("ready", READY)
+    assert "add a peer" not in sentence(*back)
+    assert sentence(*follows) == "den? coordinates the swarm now, and this node follows it"
 
 
 def test_a_narrow_terminal_gets_as_many_lines_each_cut() -> None:
