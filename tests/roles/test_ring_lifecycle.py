@@ -52,6 +52,8 @@ class World:
     events: list[tuple[str, str]] = field(default_factory=list)
     broken: bool = False
     """Loads fail."""
+    stuck: bool = False
+    """Loads take for ever."""
 
     def __post_init__(self) -> None:
         self.lifecycle = RingLifecycle(self.rings.values, self.settings, self.emit)
@@ -106,7 +108,7 @@ class World:
         match frame.kind:
             case "load" if self.broken:
                 ring.feed(StageDown(stage, "load_failed", "its disk is full", gone=True))
-            case "load":
+            case "load" if not self.stuck:
                 ring.feed(StageReady(stage, "127.0.0.1:1", 4096))
             case "link":
                 ring.feed(StageLinked(stage, ring.life.links))
@@ -151,6 +153,15 @@ async def test_l3_a_ring_that_stands_idle_is_unloaded_after_fifteen_minutes(
     assert trio.current_time() - began == 900 + UNLOAD_TAKES_S
     assert ring.error is None
     assert world.events == [("ring_ready", "old"), ("ring_idle", "old")]
+
+
+async def test_a_load_that_an_unload_ends_was_never_ready(world: World, autojump_clock: object) -> None:
+    world.stuck = True
+    ring = world.load("old")
+    await trio.sleep(2.5)
+    await ring.unload(force=False)
+    await trio.sleep(1000)  # longer than a ring may stand idle
+    assert (ring.error, world.events) == (None, [])
 
 
 async def test_l3_a_reply_however_long_keeps_its_ring(world: World, autojump_clock: object) -> None:
