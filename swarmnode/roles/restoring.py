@@ -173,7 +173,7 @@ class Restoring:
             "stage": stage,
             "waits_for": waits_for,
             "next_try_s": None if due_s is None else round(max(0.0, due_s - trio.current_time()), 1),
-            "failures": max(0, self._machine.failures(model) - 1),
+            "failures": self._machine.failed_loads(model),
         }
 
     def waiting(self, models: Collection[str]) -> list[ModelId]:

@@ -333,6 +333,21 @@ async def test_loads_that_fail_are_tried_later_and_later(world: World, autojump_
     assert again.serving
 
 
+async def test_rings_that_are_lost_one_after_another_are_no_failed_loads(world: World, autojump_clock: object) -> None:
+    ring = await world.ready("old")
+    for _ in range(3):
+        ring.feed(LOST)
+        await ring.over.wait()
+        status = world.restored("old")
+        assert status is not None
+        assert status["failures"] == 0
+        await trio.sleep(20)  # the pause, and no steady run
+        found = world.ring_of("old")
+        assert found is not None
+        ring = found
+        world.restoring.up(ring)
+
+
 async def test_a_first_load_that_fails_is_not_tried_again(world: World, autojump_clock: object) -> None:
     world.broken = True
     ring = world.load("old")
