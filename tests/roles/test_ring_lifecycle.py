@@ -315,6 +315,31 @@ async def test_without_a_place_it_says_what_it_waits_for_and_takes_nobodys(
     assert world.events.count(("ring_waits", "old")) == 2, "once for each thing that it waited for"
 
 
+@pytest.mark.parametrize("when", ["while it runs", "while it waits"])
+async def test_a_removed_peer_that_was_named_is_not_waited_for(world: World, autojump_clock: object, when: str) -> None:
+    old = await world.ready("old", peers=("a", "b"))
+    world.members[1] = member("c")
+    if when == "while it runs":
+        world.restoring.drop_peers({"id-of-b", "b"})
+        world.restoring.up(old)  # said again
+    old.feed(LOST)
+    await old.over.wait()
+    await trio.sleep(1)
+    if when == "while it waits":
+        status = world.restored("old")
+        assert status is not None
+        assert "no peer is called 'b'" in status["waits_for"]
+        world.restoring.drop_peers({"id-of-z", "z"})
+        world.restoring.drop_peers({"id-of-b", "b"})
+        await trio.sleep(1)
+    again = world.ring_of("old")
+    assert again is not None
+    assert (again.serving, again.life.nodes) == (True, ("id-of-a", "id-of-c"))
+    assert world.events.count(("ring_peers_dropped", "old")) == 1
+    world.restoring.up(again)
+    assert [(r["peers"], r["num_stages"]) for r in world.restoring.records(())] == [([], 2)]
+
+
 async def test_loads_that_fail_are_tried_later_and_later(world: World, autojump_clock: object) -> None:
     old = await world.ready("old")
     world.broken = True
