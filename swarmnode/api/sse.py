@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+BOUNDARY = b"\n\n"
+"""Ends an event that was sent in part; between events it means nothing."""
+_ERROR_START = b'data: {"error":'
+"""Nothing else has these bytes: within a JSON string the quotes are escaped."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -24,6 +28,11 @@ def event(payload: object) -> bytes:
 
 def error_event(error: dict[str, Any]) -> bytes:
     return event({"error": error})
+
+
+def is_over(last: bytes) -> bool:
+    """Whether a stream whose last bytes these are says itself how its reply ended: with the end mark, or an error."""
+    return last.endswith(DONE) or _ERROR_START in last
 
 
 class ChunkEncoder:

@@ -24,6 +24,10 @@ Examples:
 
     swarmnode token-create --label "home automation" --scope read --expires 30d
 """
+FIRST = (
+    "this is the first token: from now on every call to the API needs one, except the commands of whoever runs the "
+    "coordinator, on its machine"
+)
 REVOKE_HELP = """Revoke an API token: its running replies are cut, and it opens nothing any more.
 
 Example:
@@ -50,13 +54,18 @@ def token_create(
     body: dict[str, Any] = {"label": label, "scopes": scope or ["operate"]}
     if expires is not None:
         body["expires_in_s"] = parse_duration_s(expires, "--expires")
-    made = ApiClient(api, token=token, data_dir=data_dir).post(PATH, body)
+    client = ApiClient(api, token=token, data_dir=data_dir)
+    first = not client.get(PATH)["enforced"]
+    made = client.post(PATH, body)
     if json_output:
         print_json(made)
         return
     print(made["token"], flush=True)
     note = f"{made['label']} ({', '.join(made['scopes'])}), id {made['id']}; this token is not shown again"
-    console(stderr=True).print(note, style="dim", markup=False, soft_wrap=True)
+    notes = console(stderr=True)
+    notes.print(note, style="dim", markup=False, soft_wrap=True)
+    if first:
+        notes.print(FIRST, style="yellow", markup=False, soft_wrap=True)
 
 
 def tokens(

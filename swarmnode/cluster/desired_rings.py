@@ -84,8 +84,10 @@ Told = Remembered | RingUp | LoadBegun | RingEnded | NoPlace | RoomChanged | Let
 
 @dataclass(slots=True)
 class _Wish:
-    failures: int = 0
-    """How often in a row it was lost or failed to load."""
+    ends: int = 0
+    """How often in a row it was lost or failed to load, which the pauses grow with."""
+    failed_loads: int = 0
+    """How many of them failed to load, since it last came up."""
     up_s: float | None = None
     """Since when it serves."""
     due_s: float | None = None
@@ -109,10 +111,10 @@ class DesiredRings:
             case LetGo(model=model):
                 self._wishes.pop(model, None)
             case Remembered(model=model):
-                self._wishes[model] = _Wish(failures=1, due_s=now + RETURN_S)
+                self._wishes[model] = _Wish(ends=1, due_s=now + RETURN_S)
             case RingUp(model=model):
                 wish = self._wishes.setdefault(model, _Wish())
-                wish.due_s, wish.placeless = None, False
+                wish.due_s, wish.placeless, wish.failed_loads = None, False, 0
                 wish.up_s = now if wish.up_s is None else wish.up_s
             case _ if (known := self._wishes.get(message.model)) is not None:
                 _note(known, message, now)
@@ -138,10 +140,10 @@ class DesiredRings:
         wish = self._wishes.get(model)
         return None if wish is None else wish.due_s
 
-    def failures(self, model: ModelId) -> int:
-        """How often in a row it was lost or failed to load."""
+    def failed_loads(self, model: ModelId) -> int:
+        """How many loads have failed since it last served; that it was lost is none of them."""
         wish = self._wishes.get(model)
-        return 0 if wish is None else wish.failures
+        return 0 if wish is None else wish.failed_loads
 
 
 def _note(wish: _Wish, message: LoadBegun | RingEnded | NoPlace, now: float) -> None:
@@ -151,12 +153,15 @@ def _note(wish: _Wish, message: LoadBegun | RingEnded | NoPlace, now: float) -> 
         case NoPlace():
             wish.due_s, wish.placeless = now + LOOK_AGAIN_S, True
         case RingEnded():
-            if wish.up_s is not None and now - wish.up_s >= STEADY_S:
-                wish.failures = 0
-            wish.up_s, wish.due_s, wish.placeless = None, now + pause_s(wish.failures), False
-            wish.failures += 1
+            if wish.up_s is None:
+                wish.failed_loads += 1
+            elif now - wish.up_s >= STEADY_S:
+                wish.ends = 0
+            wish.up_s, wish.due_s, wish.placeless = None, now + pause_s(wish.ends), False
+            wish.ends += 1
 
 
-def pause_s(failures: int) -> float:
-    """Before the next load, after so many failures in a row: none, then RETRY_S doubling up to RETRY_MOST_S."""
-    return min(RETRY_MOST_S, RETRY_S * 2.0 ** min(failures - 1, 16)) if failures else 0.0
+def pause_s(ends: int) -> float:
+    """Before the next load, after so many ends in a row before this one: none, then RETRY_S doubling up to
+    RETRY_MOST_S."""
+    return min(RETRY_MOST_S, RETRY_S * 2.0 ** min(ends - 1, 16)) if ends else 0.0

@@ -145,6 +145,9 @@ class Coordinator:
         besides is loaded again."""
         if self._state is not None:
             self.restoring.remember(self._state.desired)
+            for node in self.enrolment.nodes:
+                if node.removed_s is not None:
+                    self._drop_peer(node)
         for record in self._state.rings if self._state is not None else ():
             try:
                 planned = from_record(record)
@@ -332,7 +335,14 @@ class Coordinator:
         self._controls.tell_all(self.enrolment.revoked())
         self.tell_places()
         self.machines.forget(record.node)
+        self._drop_peer(record)
+        await self._keep_quietly()
         return record
+
+    def _drop_peer(self, removed: NodeRecord) -> None:
+        """No ring waits for it any more; its name may be another's by now."""
+        taken = any(node.name == removed.name and node.removed_s is None for node in self.enrolment.nodes)
+        self.restoring.drop_peers({removed.node} if taken else {removed.node, removed.name})
 
     def tell_places(self) -> None:
         """Where coordinators answer has changed."""

@@ -15,8 +15,9 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
+from swarmnode.api import sse
 from swarmnode.api.auth import REQUIRE_TOKEN_HEADER, presented_token
-from swarmnode.api.errors import RETRY_AFTER_S, HttpError
+from swarmnode.api.errors import RETRY_AFTER_S, HttpError, describe
 from swarmnode.api.hosts import HostMiddleware
 from swarmnode.api.middleware import (
     REQUEST_ID_KEY,
@@ -176,9 +177,21 @@ async def _answer(call: Call, send: Send, note: Callable[[int], None]) -> None:
     note(status)
     kept = list(_response_headers(headers))
     await send({"type": "http.response.start", "status": status, "headers": kept})
-    while part := await call.next_part():
-        await send({"type": "http.response.body", "body": part, "more_body": True})
+    part = b""
+    try:
+        while part := await call.next_part():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    except SwarmError as error:
+        if _is_event_stream(kept) and not sse.is_over(part):
+            lost = _no_coordinator(f"the coordinator was lost in the middle of this reply ({error.message}); ask again")
+            event = sse.BOUNDARY + sse.error_event(describe(lost)[1])
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        raise
     await send({"type": "http.response.body", "body": b""})
+
+
+def _is_event_stream(headers: list[Header]) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
 def _hashed_token(scope: Scope) -> bytes | None:

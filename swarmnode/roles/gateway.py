@@ -149,7 +149,8 @@ class Gateway:
             return {"id": left.id, "removed": True}
         ring, state = coordinator.ring_of(manifest.model_id), self._state(manifest.model_id)
         if not force and (ring is not None or state == "restoring"):
-            raise Conflict(f"{model} is {state}; unload it first, or remove it with force")
+            unload = f"`swarmnode model-unload {model}`"
+            raise Conflict(f"{model} is {state}; unload it first with {unload}, or remove it all the same with --force")
         await coordinator.forget_model(manifest)
         return {"id": manifest.id, "removed": True}
 

@@ -141,6 +141,18 @@ class Restoring:
                 self._wait(model, wanted, f"another try, since the last one failed: {lost.message}")
         self.room_changed()
 
+    def drop_peers(self, removed: Collection[str]) -> None:
+        """Who was removed does not come back under that identity: where it was named, any peers will do from now on."""
+        for ring, options in self._asked.items():
+            self._asked[ring] = _without(options, removed)
+        for model, wanted in self._wanted.items():
+            options = _without(wanted.options, removed)
+            if options != wanted.options:
+                (name, *_) = (peer for peer in wanted.options.peers if peer in removed)
+                wanted.options = options
+                self._emit("ring_peers_dropped", {"model": model, "name": name})
+        self.room_changed()
+
     def room_changed(self) -> None:
         """A peer has come, or one has less to hold."""
         self._driver.feed(RoomChanged())
@@ -173,7 +185,7 @@ class Restoring:
             "stage": stage,
             "waits_for": waits_for,
             "next_try_s": None if due_s is None else round(max(0.0, due_s - trio.current_time()), 1),
-            "failures": max(0, self._machine.failures(model) - 1),
+            "failures": self._machine.failed_loads(model),
         }
 
     def waiting(self, models: Collection[str]) -> list[ModelId]:
@@ -193,6 +205,13 @@ class Restoring:
         if wanted.told != waits_for:
             wanted.told = waits_for
             self._emit("ring_waits", {"model": model, "waits_for": waits_for})
+
+
+def _without(options: LoadOptions, removed: Collection[str]) -> LoadOptions:
+    """Over as many stages, wherever there is a place, where one of `removed` is named."""
+    if not {*options.peers} & {*removed}:
+        return options
+    return replace(options, peers=(), num_stages=len(options.peers))
 
 
 def _options_of(ring: LoadedRing) -> LoadOptions:

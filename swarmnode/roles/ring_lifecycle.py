@@ -69,7 +69,7 @@ class RingLifecycle:
 
     async def _note_ready(self, ring: LoadedRing) -> None:
         await ring.settled.wait()
-        if ring.error is None:
+        if ring.error is None and not ring.ending:  # an unload may have ended its load
             self._driver.feed(RingServes(ring.ring))
             self._emit("ring_ready", {"model": ring.model, "ring": ring.ring, "stages": len(ring.specs)})
 

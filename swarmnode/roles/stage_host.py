@@ -241,7 +241,9 @@ class StageHost:
             if not worker.ended:
                 raise
         code = await worker.wait()
-        how = f"{describe_exit(code)}{self._killed_because}{self._last_words(worker)}"
+        with trio.move_on_after(1):  # a child of its own may hold its stderr open
+            await worker.log_over.wait()
+        how = self._how_it_ended(code, worker.log)
         raise StageLost(f"stage {self.spec.stage}'s worker {how}")
 
     def _route(self, frame: Frame) -> None:
@@ -355,6 +357,17 @@ class StageHost:
         _log.warning("stage %s of %s failed: %s", self.spec.stage, self.spec.model, error)
         self._post(Frame("stage_failed", {**self._where(), "code": error.code, "message": error.message}))
 
-    def _last_words(self, worker: WorkerProcess) -> str:
-        said = [line for line in worker.log if not line.startswith("[stage")]  # the stats lines are no last words
-        return f"; its last words: {said[-1]}" if said else ""
+    def _how_it_ended(self, code: int, log: Sequence[str]) -> str:
+        """For clients of the API. What the worker wrote is for those who may read its log, except why it did not
+        load."""
+        words = last_words(log) if code > 0 and not self._ready else ""
+        said = f"; its last words: {words}" if words else ""
+        where = f"GET /api/v1/workers/{self._context.identity.name}/logs has what it wrote"
+        return f"{describe_exit(code)}{self._killed_because}{said}; {where}"
+
+
+def last_words(log: Sequence[str]) -> str:
+    """The last line that says why a worker gave up: no gauges, no warning, and no source line that is quoted below one;
+    empty where there is none."""
+    said = (line for line in reversed(log) if line and not line.startswith((" ", "\t", "[")) and "Warning:" not in line)
+    return next(said, "")

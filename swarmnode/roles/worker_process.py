@@ -66,6 +66,8 @@ class WorkerProcess:
     def __init__(self, reaper: _Reaper, pipe: FramePipe, errors: trio.lowlevel.FdStream) -> None:
         self.pipe = pipe
         self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.log_over = trio.Event()
+        """It closed its stderr, and `log` has all that is kept of it."""
         self._reaper = reaper
         self._errors = errors
 
@@ -95,6 +97,7 @@ class WorkerProcess:
                 rest = rest[-MAX_LINE_CHARS:]
         if rest:
             self.log.append(rest.decode(errors="replace"))
+        self.log_over.set()
 
 
 class _Reaper:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarmnode.ui.plain_text import plain
-from swarmnode.ui.quantities import size
+from swarmnode.ui.quantities import plural, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,8 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
         case "peer_left":
             return f"{values['name']} left"
         case "ring_loading":
-            return f"{values['model']} is being loaded over {values['stages']} stages{_without(values.get('left_out'))}"
+            over = plural(int(str(values["stages"])), "stage")
+            return f"{values['model']} is being loaded over {over}{_without(values.get('left_out'))}"
         case "ring_ready":
             return f"{values['model']} is ready"
         case "ring_idle":
@@ -58,6 +59,8 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"{values['model']} is being loaded again: {values['why']}"
         case "ring_waits":
             return f"{values['model']} waits to be loaded again: {values['waits_for']}"
+        case "ring_peers_dropped":
+            return f"{values['model']}: {values['name']}, which it was to run on, was removed; any peers will do now"
         case "ring_let_go":
             return f"{values['model']} is not to be loaded again any more"
         case "coordinating":

@@ -1,9 +1,12 @@
-"""Commands about members and join tokens: what they say where nobody could follow."""
+"""Commands about members and tokens: what they say where nobody could follow."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from swarmnode.cli import tokens
 from swarmnode.cli.nodes import stays_here
 from swarmnode.cli.output import parse_duration_s
 from swarmnode.errors import InvalidRequest
@@ -35,6 +38,36 @@ def test_durations(text: str, seconds: int) -> None:
 def test_what_is_no_duration_is_named_with_its_option(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--expires"):
         parse_duration_s(text, "--expires")
+
+
+class TokenApi:
+    """The API of a coordinator that enforces tokens from the first one on."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, *_: object, **__: object) -> TokenApi:
+        return self
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"enforced": self.made > 0, "tokens": []}
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.made += 1
+        return {**body, "id": f"id{self.made}", "token": f"secret{self.made}"}
+
+
+def test_the_first_token_says_that_from_now_on_all_calls_need_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokens, "ApiClient", TokenApi())
+    said = []
+    for number in (1, 2):
+        tokens.token_create("laptop", api="http://127.0.0.1:1")
+        shown = capsys.readouterr()
+        assert shown.out == f"secret{number}\n", "nothing but the token, for pipes"
+        said.append("every call to the API needs one" in shown.err)
+    assert said == [True, False]
 
 
 @pytest.mark.parametrize("advertised", ["0.0.0.0:7700", "[::]:7700", "192.168.1.7:0"])

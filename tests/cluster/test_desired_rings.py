@@ -60,6 +60,22 @@ def test_failures_in_a_row_wait_twice_as_long_each_up_to_five_minutes() -> None:
     assert pauses == [0, 5, 10, 20, 40, 80, 160, RETRY_MOST_S, RETRY_MOST_S, RETRY_MOST_S]
 
 
+def test_what_was_lost_again_and_again_has_failed_no_load() -> None:
+    """Only the pauses count both."""
+    desired, now, counted = up_at(0.0), 0.0, []
+    for came_up in (True, True, False, False, True):
+        desired.receive(RingEnded(A), now)
+        ((now, _),) = due(desired, now + 1000)
+        desired.receive(LoadBegun(A), now)
+        counted.append(desired.failed_loads(A))
+        if came_up:
+            desired.receive(RingUp(A), now)
+    desired.receive(RingEnded(A), now)
+    counted.append(desired.failed_loads(A))
+    assert counted == [0, 0, 0, 1, 2, 0]
+    assert desired.next_try_s(A) == now + 80
+
+
 @pytest.mark.parametrize(("ran_s", "pause_s"), [(STEADY_S - 1, 5.0), (STEADY_S, 0.0)])
 def test_a_ring_that_ran_for_a_while_begins_anew(ran_s: float, pause_s: float) -> None:
     desired = up_at(0.0)

@@ -30,7 +30,7 @@ from swarmnode.ids import NodeId
 from swarmnode.roles import coordinator_links
 from swarmnode.roles.api_port import serve_linked
 from swarmnode.roles.coordinator_links import CoordinatorLinks
-from swarmnode.roles.forwarder import Forwarder, _response_headers
+from swarmnode.roles.forwarder import Forwarder, _answer, _response_headers
 from swarmnode.roles.token_store import TokenStore
 from swarmnode.wire import limits
 from swarmnode.wire.address import Address
@@ -405,6 +405,74 @@ async def test_a_lost_coordinator_ends_what_runs(tmp_path: Path) -> None:
             swarm.connected.cancel()
         assert sorted(map(str, statuses)) == ["503", "cut"]
         await swarm.until(0)
+
+
+async def test_a_stream_whose_coordinator_is_lost_ends_with_an_error_event(tmp_path: Path) -> None:
+    """Else a client that does not mind a cut takes what came for the whole reply."""
+    async with world(tmp_path) as swarm:
+        swarm.backend.replay = Replay(texts=("x",) * 100_000, token_s=0.001)
+        got = ""
+        with suppress(httpx.RemoteProtocolError):  # cut: no clean end
+            async with (
+                swarm.client.stream("POST", CHAT, json=chat(stream=True)) as reply,
+                aclosing(reply.aiter_text()) as source,
+            ):
+                async for text in source:
+                    got += text
+                    if got.count("data: ") == 10:
+                        swarm.connected.cancel()
+        *chunks, last = (json.loads(event.removeprefix("data: ")) for event in got.split("\n\n") if event)
+        assert all("choices" in chunk for chunk in chunks), "the lost coordinator is said once, at the end"
+        assert last["error"]["code"] == "no_coordinator"
+        assert last["error"]["type"] == "unavailable_error"
+        assert "lost in the middle of this reply" in last["error"]["message"]
+
+
+class BrokenCall:
+    """A call whose answer breaks off behind `parts`."""
+
+    def __init__(self, content_type: bytes, *parts: bytes) -> None:
+        self._headers, self._parts = [(b"Content-Type", content_type)], [*parts]
+
+    async def answer(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        return 200, self._headers
+
+    async def next_part(self) -> bytes:
+        if not self._parts:
+            raise LinkBroken("its machine is off")
+        return self._parts.pop(0)
+
+
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "last", "told"),
+    [
+        (EVENTS, b'data: {"choices":[]}\n\n', True),
+        (EVENTS, b'data: {"cho', True),  # the error must not become part of this event
+        (EVENTS, b'data: {"text":"data: {\\"error\\":"}\n\n', True),  # a reply that speaks of errors
+        (EVENTS, b'data: {"error":{"code":"token_revoked"}}\n\n', False),
+        (EVENTS, b"data: [DONE]\n\n", False),
+        (b"application/json", b'{"id"', False),
+    ],
+)
+async def test_an_answer_that_breaks_off_says_so_once_where_it_is_events(
+    content_type: bytes, last: bytes, told: bool
+) -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    with pytest.raises(LinkBroken):
+        await _answer(BrokenCall(content_type, last), send, lambda _: None)  # type: ignore[arg-type]
+    _, part, *more = sent
+    assert (part, len(more)) == (last, int(told))
+    if told:
+        before, event = (part + more[0]).strip().rsplit(b"\n\n", 1)
+        assert before.strip() == last.strip()
+        assert "its machine is off" in json.loads(event.removeprefix(b"data: "))["error"]["message"]
 
 
 async def test_only_the_api_is_forwarded(tmp_path: Path) -> None:

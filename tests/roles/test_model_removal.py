@@ -141,7 +141,7 @@ class RunningRing:
 async def test_what_a_majority_refuses_changes_nothing(machine: Machine) -> None:
     assert await machine.served() == [MODEL, SECOND]
     ring = RunningRing(machine)
-    with pytest.raises(Conflict, match="unload it first"):
+    with pytest.raises(Conflict, match=r"unload it first with `swarmnode model-unload doomed`, or .* with --force"):
         await machine.gateway.remove(MODEL)
 
     def refuse() -> None:

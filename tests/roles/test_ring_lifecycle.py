@@ -52,6 +52,8 @@ class World:
     events: list[tuple[str, str]] = field(default_factory=list)
     broken: bool = False
     """Loads fail."""
+    stuck: bool = False
+    """Loads take for ever."""
 
     def __post_init__(self) -> None:
         self.lifecycle = RingLifecycle(self.rings.values, self.settings, self.emit)
@@ -106,7 +108,7 @@ class World:
         match frame.kind:
             case "load" if self.broken:
                 ring.feed(StageDown(stage, "load_failed", "its disk is full", gone=True))
-            case "load":
+            case "load" if not self.stuck:
                 ring.feed(StageReady(stage, "127.0.0.1:1", 4096))
             case "link":
                 ring.feed(StageLinked(stage, ring.life.links))
@@ -151,6 +153,15 @@ async def test_l3_a_ring_that_stands_idle_is_unloaded_after_fifteen_minutes(
     assert trio.current_time() - began == 900 + UNLOAD_TAKES_S
     assert ring.error is None
     assert world.events == [("ring_ready", "old"), ("ring_idle", "old")]
+
+
+async def test_a_load_that_an_unload_ends_was_never_ready(world: World, autojump_clock: object) -> None:
+    world.stuck = True
+    ring = world.load("old")
+    await trio.sleep(2.5)
+    await ring.unload(force=False)
+    await trio.sleep(1000)  # longer than a ring may stand idle
+    assert (ring.error, world.events) == (None, [])
 
 
 async def test_l3_a_reply_however_long_keeps_its_ring(world: World, autojump_clock: object) -> None:
@@ -304,6 +315,31 @@ async def test_without_a_place_it_says_what_it_waits_for_and_takes_nobodys(
     assert world.events.count(("ring_waits", "old")) == 2, "once for each thing that it waited for"
 
 
+@pytest.mark.parametrize("when", ["while it runs", "while it waits"])
+async def test_a_removed_peer_that_was_named_is_not_waited_for(world: World, autojump_clock: object, when: str) -> None:
+    old = await world.ready("old", peers=("a", "b"))
+    world.members[1] = member("c")
+    if when == "while it runs":
+        world.restoring.drop_peers({"id-of-b", "b"})
+        world.restoring.up(old)  # said again
+    old.feed(LOST)
+    await old.over.wait()
+    await trio.sleep(1)
+    if when == "while it waits":
+        status = world.restored("old")
+        assert status is not None
+        assert "no peer is called 'b'" in status["waits_for"]
+        world.restoring.drop_peers({"id-of-z", "z"})
+        world.restoring.drop_peers({"id-of-b", "b"})
+        await trio.sleep(1)
+    again = world.ring_of("old")
+    assert again is not None
+    assert (again.serving, again.life.nodes) == (True, ("id-of-a", "id-of-c"))
+    assert world.events.count(("ring_peers_dropped", "old")) == 1
+    world.restoring.up(again)
+    assert [(r["peers"], r["num_stages"]) for r in world.restoring.records(())] == [([], 2)]
+
+
 async def test_loads_that_fail_are_tried_later_and_later(world: World, autojump_clock: object) -> None:
     old = await world.ready("old")
     world.broken = True
@@ -320,6 +356,21 @@ async def test_loads_that_fail_are_tried_later_and_later(world: World, autojump_
     again = world.ring_of("old")
     assert again is not None
     assert again.serving
+
+
+async def test_rings_that_are_lost_one_after_another_are_no_failed_loads(world: World, autojump_clock: object) -> None:
+    ring = await world.ready("old")
+    for _ in range(3):
+        ring.feed(LOST)
+        await ring.over.wait()
+        status = world.restored("old")
+        assert status is not None
+        assert status["failures"] == 0
+        await trio.sleep(20)  # the pause, and no steady run
+        found = world.ring_of("old")
+        assert found is not None
+        ring = found
+        world.restoring.up(ring)
 
 
 async def test_a_first_load_that_fails_is_not_tried_again(world: World, autojump_clock: object) -> None:

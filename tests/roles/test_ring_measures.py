@@ -223,12 +223,14 @@ async def test_requests_that_share_the_ring_know_it(house: House) -> None:
 async def test_who_is_removed_is_forgotten(house: House) -> None:
     ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
     house.ready(ring, 2.0, 40.0)
+    house.coordinator.restoring.up(ring)
 
     async def remove(_name: str) -> Any:
-        return SimpleNamespace(node=SLOW)
+        return SimpleNamespace(node=SLOW, name="slow")
 
     cast("Any", house.coordinator.enrolment).remove = remove
     for name in ("revoked", "where"):
         setattr(house.coordinator.enrolment, name, lambda: Frame("places", {}, pack_body({})))
     await house.coordinator.remove("slow")
     assert house.paces() == {QUICK: 2.0}
+    assert [(r["peers"], r["num_stages"]) for r in house.coordinator.restoring.records(())] == [([], 2)]

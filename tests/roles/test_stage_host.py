@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import trio
 from contexts import node_context
 from load_specs import one_stage_load
@@ -28,7 +29,6 @@ from swarmnode.wire.memory import MemoryNetwork
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 PATIENCE_S = 30.0
 SHORT_STALL_S = 0.5
@@ -93,6 +93,54 @@ async def test_a_worker_that_was_stopped_is_noticed_though_it_has_nothing_to_do(
         failed = await stage.next_of("stage_failed")
         assert "it had not answered for 0.75 s" in failed.header["message"]
         await stage.next_of("unloaded")
+
+
+WARNING = "/x/_pytree.py:630: UserWarning: it is deprecated\n  warnings.warn(\n"
+
+
+def worker_that_runs(folder: Path, code: str) -> str:
+    """The path of an interpreter that runs `code`, in which `write` writes a line to stderr, whatever it is asked."""
+    script = folder / "worker"
+    said = "import os\nwrite = lambda text: os.write(2, text.encode() + b'\\n')\n"
+    script.write_text(f"#!{sys.executable}\n{said}{code}")
+    script.chmod(0o755)
+    return str(script)
+
+
+async def test_what_a_killed_worker_wrote_is_in_its_log_and_not_in_the_error(tmp_path: Path) -> None:
+    stage = HostedStage(tmp_path, {"default": list(b"hi")})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.host.run)
+        await stage.next_of("stage_ready")
+        assert stage.host.worker is not None
+        stage.host.worker.log.append("/x/_pytree.py:630: UserWarning: it is deprecated")
+        os.kill(stage.host.worker.pid, signal.SIGKILL)
+        failed = await stage.next_of("stage_failed")
+        where = "GET /api/v1/workers/attic/logs has what it wrote"
+        assert failed.header["message"] == f"stage 0's worker was ended by SIGKILL; {where}"
+        await stage.next_of("unloaded")
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (
+            f"write('ImportError: no torch'); write({WARNING!r}); os._exit(3)",
+            "ended with exit code 3; its last words: ImportError: no torch; GET",
+        ),
+        (f"write({WARNING!r}); os._exit(3)", "ended with exit code 3; GET"),
+        ("write('no memory'); os.kill(os.getpid(), 9)", "was ended by SIGKILL; GET"),
+    ],
+)
+async def test_why_a_worker_did_not_load_is_its_last_line_that_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, how: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", worker_that_runs(tmp_path, end))
+    stage = HostedStage(tmp_path, {})
+    await stage.host.run()
+    failed = await stage.next_of("stage_failed")
+    assert f"stage 0's worker {how}" in failed.header["message"]
+    await stage.next_of("unloaded")
 
 
 async def test_a_worker_that_computes_for_long_answers_meanwhile(

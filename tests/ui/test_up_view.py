@@ -89,6 +89,12 @@ def test_events_as_sentences() -> None:
         "a is being loaded over 2 stages; without den: busy: it serves b; without x?[2J: far"
     )
     assert sentence("ring_loading", loading | {"left_out": {}}) == "a is being loaded over 2 stages"
+    one = {"model": "a", "stages": 1, "left_out": {}}
+    assert sentence("ring_loading", one) == "a is being loaded over 1 stage"
+    dropped = {"model": "a", "name": "den"}
+    assert (
+        sentence("ring_peers_dropped", dropped) == "a: den, which it was to run on, was removed; any peers will do now"
+    )
     assert sentence("straggler", {"name": "den", "times": 4.5}).startswith("den is 4.5 times as slow as the others")
     assert sentence("straggler_recovered", {"name": "den", "times": 1.1}).startswith("den is about as fast")
     assert sentence("ring_idle", {"model": "a", "idle_s": 900}) == "a was idle for 900 s and is being unloaded"
