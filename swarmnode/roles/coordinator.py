@@ -102,6 +102,8 @@ class Coordinator:
         self.rings: dict[RingId, LoadedRing] = {}
         self.ended: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over, so that status can say what became of it."""
+        self._last: dict[ModelId, LoadedRing] = {}
+        """The same, for where the files are: an unload ends what status says, not what peers keep."""
         self.term = term
         self.seats: Seats | None = None
         """Who may coordinate besides; None: nobody."""
@@ -201,6 +203,7 @@ class Coordinator:
         if (ring := self.ring_of(model)) is not None:
             await ring.unload(force=True)
         self.ended.pop(model, None)
+        self._last.pop(model, None)
         await self.delete_files(manifest)
 
     async def delete_files(self, manifest: Manifest) -> None:
@@ -247,7 +250,7 @@ class Coordinator:
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
             measured = partial(self.machines.seen, now=trio.current_time())
             layers = manifest.architecture.num_layers
-            offers = with_kept(offers, self.members, model, layers, self.ended.get(model))
+            offers = with_kept(offers, self.members, model, layers, self._last.get(model))
             return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch, measured)
 
         planned, leaving = self.lifecycle.find_room(self.members.values(), plan, evict=evict)
@@ -259,7 +262,7 @@ class Coordinator:
 
     def _ring_over(self, ring: LoadedRing) -> None:
         del self.rings[ring.ring]
-        self.ended[ModelId(ring.model)] = ring
+        self.ended[ModelId(ring.model)] = self._last[ModelId(ring.model)] = ring
         self.context.traffic.forget_ring(ring.ring)
         why = ring.error.message if ring.error is not None else None
         self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})

@@ -74,7 +74,12 @@ class House:
         tls = node.tls()
         entry = SimpleNamespace(document=self.document.encode(), voters=(self.new.node, node.node))
         voting = SimpleNamespace(
-            coordinates=False, coordinator=self.new.node, entry=entry, changed=trio.sleep_forever, term=1
+            node=node.node,
+            coordinates=False,
+            coordinator=self.new.node,
+            entry=entry,
+            changed=trio.sleep_forever,
+            term=1,
         )
         context = SimpleNamespace(settings=SimpleNamespace(models_root=self.folder / models))
         office = Office(cast("Any", SimpleNamespace(voting=voting, follow=None, tls=tls, context=context)))
