@@ -122,9 +122,11 @@ async def test_only_the_peer_of_a_node_waits_until_its_device_was_looked_at(
             nursery.start_soon(made.run)
             await told["ready"].wait()
             assert "api" in events["ready"]
-            assert made._coordinator().members == {}
+            coordinator = made._office_for("control").coordinator
+            assert coordinator is not None
+            assert coordinator.members == {}
             looked.set()
             await told["peer_joined"].wait()
-            (member,) = made._coordinator().members.values()
+            (member,) = coordinator.members.values()
             assert member.identity.capabilities == ("found",)
             nursery.cancel_scope.cancel()
