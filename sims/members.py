@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from sims import timeline
 from sims.timeline import Stuck, Timeline, Violation
 from swarmnode.cluster.local_health import TICK_S, LocalHealth
 from swarmnode.cluster.member_table import Heading, KnownMembers
@@ -50,14 +51,10 @@ COORDINATOR, NO_BOOT = NodeId("coordinator"), BootId("")
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """Seconds of a frame's way, and how often it is lost, comes twice, or is held up somewhere."""
+class Weather(timeline.Weather):
+    """Frames are held up for longer than silence may last."""
 
-    least_s: float = 0.01
-    most_s: float = 0.2
     loss: float = 0.02
-    double: float = 0.02
-    late: float = 0.02
     late_s: float = 40.0
 
 
@@ -540,14 +537,10 @@ class MembersWorld(Timeline):
         self._carry(Sent(node, self.now_s, message, self.term), self._arrive, to_host=False)
 
     def _carry(self, sent: Sent, arrive: Callable[[Sent], None], *, to_host: bool) -> None:
-        weather = self.weather
         self.on_sent(sent, to_host)
-        for _ in range(2 if self.random.random() < weather.double else 1):
-            if self.random.random() < weather.loss:
-                continue
-            late = self.random.random() < weather.late
-            way_s = self.random.uniform(weather.least_s, weather.late_s if late else weather.most_s)
-            self.at(self.now_s + way_s, lambda: arrive(sent))
+        for way_s in self.weather.ways_s(self.random):
+            if way_s is not None:
+                self.at(self.now_s + way_s, lambda: arrive(sent))
 
     # wholeness
 

@@ -1,13 +1,16 @@
-"""Virtual time: actions in the order of their moments, and what is raised where a promise is broken in it."""
+"""Virtual time: actions in the order of their moments, what befalls frames on their way, and what is raised where a
+promise is broken."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from random import Random
 
 
 class Violation(AssertionError):
@@ -16,6 +19,27 @@ class Violation(AssertionError):
 
 class Stuck(Violation):
     """Nothing was broken, but nothing went on either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """Seconds of a frame's way, and how often it is lost, comes twice, or is held up somewhere."""
+
+    least_s: float = 0.01
+    most_s: float = 0.2
+    loss: float = 0.03
+    double: float = 0.02
+    late: float = 0.02
+    late_s: float = 8.0
+
+    def ways_s(self, random: Random) -> Iterator[float | None]:
+        """Of one frame's copies; None: lost."""
+        for _ in range(2 if random.random() < self.double else 1):
+            if random.random() < self.loss:
+                yield None
+            else:
+                late = random.random() < self.late
+                yield random.uniform(self.least_s, self.late_s if late else self.most_s)
 
 
 class Timeline:

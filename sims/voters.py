@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from sims import timeline
 from sims.timeline import Stuck, Timeline, Violation
 from swarmnode.cluster.election import Election
 from swarmnode.cluster.election_messages import (
@@ -37,15 +38,9 @@ LATE_COMMAND_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """Seconds of a message's way, and how often it is lost, comes twice, or is held up somewhere."""
+class Weather(timeline.Weather):
+    """What befalls messages and disks."""
 
-    least_s: float = 0.01
-    most_s: float = 0.2
-    loss: float = 0.03
-    double: float = 0.02
-    late: float = 0.02
-    late_s: float = 8.0
     crash_after_write: float = 0.02
     """Share of writes to disk after which the machine restarts at once: the worst moment for what it only remembers."""
 
@@ -210,17 +205,12 @@ class VotersWorld(Timeline):
     # delivery
 
     def _send(self, sender: NodeId, effect: SendTo) -> None:
-        weather, copies = self.weather, 1
-        if self.random.random() < weather.double:
-            copies = 2
-        for _ in range(copies):
-            if self.random.random() < weather.loss:
+        arrived = Arrived(sender, effect.message)
+        for way_s in self.weather.ways_s(self.random):
+            if way_s is None:
                 self.faults += 1
-                continue
-            late = self.random.random() < weather.late
-            way_s = self.random.uniform(weather.least_s, weather.late_s if late else weather.most_s)
-            arrived = Arrived(sender, effect.message)
-            self.at(self.now_s + way_s, lambda arrived=arrived: self._deliver(effect.node, arrived))  # type: ignore[misc]
+            else:
+                self.at(self.now_s + way_s, lambda: self._deliver(effect.node, arrived))
 
     def _deliver(self, node: NodeId, arrived: Arrived) -> None:
         voter = self.voters.get(node)
