@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,23 +11,18 @@ import trio
 from swarmnode.catalog.chunks import chunk_lists
 from swarmnode.errors import FetchFailed, InvalidModel, NoSpace, SwarmError
 from swarmnode.roles.file_client import FetchProgress, fetch_file, fetch_whole
+from swarmnode.roles.other_sources import at_peer, followers, leave, peers_with
 from swarmnode.roles.slice_client import Shard, fetch_slices
-from swarmnode.wire.address import parse_address
-from swarmnode.wire.link import LinkOptions
-from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from swarmnode.catalog.manifest import FileEntry
     from swarmnode.catalog.store import ShardStore
-    from swarmnode.ids import NodeId
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.load_spec import LoadSpec
     from swarmnode.wire.link import Channel
-
-_log = logging.getLogger(__name__)
 
 
 async def fetch_files(
@@ -81,7 +75,7 @@ async def _fetch_shared(
         except NoSpace:
             raise
         except (SwarmError, trio.TooSlowError) as error:
-            _log.info("%s: nothing more is fetched from %s: %s", spec.model, source, str(error) or "it is too slow")
+            leave(spec, source, error)
         if not store.missing(files):
             return
     raise InvalidModel(
@@ -93,15 +87,8 @@ async def _fetch_shared(
 def _others(
     context: NodeContext, spec: LoadSpec
 ) -> Iterator[tuple[str, Callable[[], AbstractAsyncContextManager[Channel]]]]:
-    """Whom to ask after the coordinator, and how each is dialled: straight or not at all."""
-    for node, address in spec.sources if DIRECT in context.settings.link_routes else ():
-        yield node[:8], partial(_at_peer, context, node, address)
-    for way in context.roads.to_followers("files", LinkOptions(traffic=context.traffic)):
+    """Whom to ask after the coordinator, and how each is dialled."""
+    for node, address in peers_with(context, spec):
+        yield node[:8], partial(at_peer, context, node, address)
+    for way in followers(context):
         yield way.name, way.open
-
-
-@asynccontextmanager
-async def _at_peer(context: NodeContext, node: NodeId, address: str) -> AsyncIterator[Channel]:
-    options = LinkOptions(traffic=context.traffic, node=node)
-    async with context.transport.dial(parse_address(address), "shares", context.identity, options) as channel:
-        yield channel

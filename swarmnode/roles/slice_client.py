@@ -10,7 +10,6 @@ and says which of the two it is.
 from __future__ import annotations
 
 import hashlib
-import logging
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,10 @@ from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.slices import slice_tensors
 from swarmnode.errors import Conflict, FetchFailed, InvalidModel, NoSpace, ProtocolError, SwarmError
 from swarmnode.roles.file_client import COORDINATOR, PEER_SILENCE_S, SHARED_WAIT_S, next_frame
-from swarmnode.wire.address import parse_address
+from swarmnode.roles.other_sources import at_peer, followers, leave, peers_with
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.nursery import open_flat_nursery
-from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -51,8 +49,6 @@ PATIENCE_S = 5.0
 """The coordinator, with nothing else to give, waits so long before it gives what a peer was to give."""
 BATCH_S = 60.0
 """For one batch of a peer: 16 MiB at 2 Mbit/s, slower than any uplink worth waiting for."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +109,7 @@ class _SliceFetch:
         self._shards, self._files = shards, files
         self._lists = [file.chunks for file in files]
         self._pool = ChunkPool({}, self._lists)
-        self._sources = spec.sources if DIRECT in context.settings.link_routes else ()
-        """Dialled straight or not at all: by way of the coordinator its own copy is nearer."""
+        self._sources = peers_with(context, spec)
         self._silent = {node for node, _ in self._sources}
         """Peers that have not said yet what they have."""
         self._helping: set[NodeId] = set()
@@ -202,7 +197,7 @@ class _SliceFetch:
 
     async def _from_followers(self) -> None:
         """What is left, from the other nodes that may coordinate: one after the other, whatever is wrong with one."""
-        for way in self._context.roads.to_followers("files", LinkOptions(traffic=self._context.traffic)):
+        for way in followers(self._context):
             if self._pool.over:
                 return
             self._progress.add(0)
@@ -219,14 +214,12 @@ class _SliceFetch:
             except NoSpace:
                 raise
             except (SwarmError, trio.TooSlowError) as error:
-                self._leave(way.name, error)
+                leave(self._spec, way.name, error)
 
     async def _from_peer(self, node: NodeId, address: str) -> None:
         """Ask a peer for what it has until all is here; one that fails is left out and named in the log."""
-        options = LinkOptions(traffic=self._context.traffic, node=node)
         try:
-            own = self._context.identity
-            async with self._context.transport.dial(parse_address(address), "shares", own, options) as channel:
+            async with at_peer(self._context, node, address) as channel:
                 name = channel.welcome.identity.name if channel.welcome is not None else node
                 while not self._pool.over:
                     await self._ask(channel, node)
@@ -235,14 +228,11 @@ class _SliceFetch:
                             await self._bring(channel, batch, name)
                     await trio.sleep(ASK_AGAIN_S)
         except (SwarmError, trio.TooSlowError) as error:
-            self._leave(node[:8], error)
+            leave(self._spec, node[:8], error)
         finally:
             self._helping.discard(node)
             self._pool.drop(node)
             self._heard(node)
-
-    def _leave(self, source: str, error: Exception) -> None:
-        _log.info("%s: nothing more is fetched from %s: %s", self._spec.model, source, str(error) or "it is too slow")
 
     async def _ask(self, channel: Channel, node: NodeId) -> None:
         marks = {}
