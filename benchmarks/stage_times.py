@@ -2,7 +2,7 @@
 
 `StageTimers` loads the same slices as the ring that is measured, then runs groups of exact sizes, or prompts piece by
 piece, whenever it is asked to, so that figures of ring and stages come from the same minutes of the same machine. It is
-another load of these slices: how few rows are padded (`compute/row_padding.py`) is measured by each load for itself.
+another load of these slices: how few rows are multiplied (`compute/few_rows.py`) is measured by each load for itself.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ import torch
 
 from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute.attention import attention_mode
+from swarmnode.compute.few_rows import hasten_few_rows
 from swarmnode.compute.kv_cache import SessionCache, StepCache
 from swarmnode.compute.lean_block import MATRICES, LeanBlock, Norm, NotLean, fused_room, rows_of
 from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, signed
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
 from swarmnode.compute.projections import DenseProjection, packed
-from swarmnode.compute.row_padding import pad_few_rows
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ class LeanBuilder:
             return
         decoder = LeanDecoder([self._blocks[layer] for layer in layers], kinds, tables)
         tail = _tail(model, self._method) if model.is_last else None
-        pad_few_rows(projection for block in decoder.blocks for projection in block.projections)
-        pad_few_rows([tail.head] if isinstance(tail, LeanTail) else [])
+        hasten_few_rows(projection for block in decoder.blocks for projection in block.projections)
+        hasten_few_rows([tail.head] if isinstance(tail, LeanTail) else [])
         model.use_lean(decoder, tail)
 
     def _complete(self, layer: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear, pad
@@ -48,34 +48,49 @@ class Projection(Protocol):
     def size_bytes(self) -> int: ...
 
 
+class Way(NamedTuple):
+    """How a dense product of few rows is computed."""
+
+    rows: int
+    """Multiplied in the company of zeros, so many together."""
+    turned: bool
+    """The weight is the left factor."""
+
+
 class DenseProjection:
     """`linear` over a weight in the serving dtype; once `measure` was called, many bfloat16 rows on a CPU go through
-    float32 where that is faster. Few rows may be padded, see `row_padding.py`."""
+    float32 where that is faster. Few rows may have a way of their own, see `few_rows.py`."""
 
-    __slots__ = ("_bias", "_float_from", "_padded", "_weight")
+    __slots__ = ("_bias", "_float_from", "_ways", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self._float_from = 1 << 62
-        self._padded: Mapping[int, int] = {}
+        self._ways: Mapping[int, Way] = {}
 
     def measure(self) -> None:
         if self._weight.dtype == torch.bfloat16 and self._weight.device.type == "cpu":
             self._float_from = crossover_rows(self._direct, self._through_float, self._weight.shape, "bfloat16")
 
-    def pad_rows(self, padding: Mapping[int, int]) -> None:
-        """From here on so many rows are multiplied in the company of zeros, as many together as `padding` says."""
-        self._padded = padding
+    def take_ways(self, ways: Mapping[int, Way]) -> None:
+        """From here on these row counts are multiplied so."""
+        self._ways = ways
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         count = rows.numel() // rows.shape[-1]
         if count >= self._float_from:
             return self._through_float(rows)
-        if count in self._padded:
-            flat = rows.reshape(count, rows.shape[-1])
-            out = self._direct(pad(flat, (0, 0, 0, self._padded[count] - count)))
-            return out[:count].view(*rows.shape[:-1], out.shape[-1])
-        return self._direct(rows)
+        way = self._ways.get(count)
+        if way is None:
+            return self._direct(rows)
+        return self.multiply(rows.reshape(count, rows.shape[-1]), way).view(*rows.shape[:-1], self._weight.shape[0])
+
+    def multiply(self, rows: torch.Tensor, way: Way) -> torch.Tensor:
+        """(rows, in) → (rows, out), contiguous."""
+        count = rows.shape[0]
+        if count < way.rows:
+            rows = pad(rows, (0, 0, 0, way.rows - count))
+        return (self._turned if way.turned else self._direct)(rows)[:count]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -86,6 +101,10 @@ class DenseProjection:
 
     def _direct(self, rows: torch.Tensor) -> torch.Tensor:
         return linear(rows, self._weight, self._bias)
+
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        out = torch.mm(self._weight, rows.T).T.contiguous()
+        return out if self._bias is None else out.add_(self._bias)
 
     def _through_float(self, rows: torch.Tensor) -> torch.Tensor:
         out = multiply_in_float(rows, self._weight.shape[0], lambda begin, end: self._weight[begin:end].float())

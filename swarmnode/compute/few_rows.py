@@ -1,0 +1,86 @@
+"""Multiply few rows of a step the way that a CPU does fastest, as measured at load.
+
+What a dense product costs by rows is a staircase: libraries multiply two or three rows one by one, reading the weight
+for each, and share a kernel from four on, so that three rows may cost twice what four do. Zeros beside the rows are
+then cheaper than their absence, and change nothing: a row's product does not depend on the other rows. Turned round,
+with the weight as the left factor, the same product meets other kernels, which read a large weight once for two to four
+rows; what they give is equal to rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarmnode.compute.projections import DenseProjection, Way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from swarmnode.compute.projections import Projection
+
+PLAIN = tuple(Way(rows, turned=False) for rows in (2, 3, 4, 5, 6, 7, 8))
+"""One row is never changed: a session alone keeps its very tokens from load to load."""
+WAYS = (*PLAIN, *(Way(rows, turned=True) for rows in (2, 3, 4, 8)))
+PAYS = 0.9
+"""Of the cost of the plain way: less would be the noise of a busy machine."""
+_ROUNDS = 3
+_MEASURE_S = 0.1
+"""Per shape; after it no further round begins: a load takes about a second longer for all of this."""
+_LEAST_ELEMENTS = 1 << 18
+"""Smaller weights are not worth measuring."""
+_ENOUGH_BYTES = 32 << 20
+"""Weights multiplied in turn: beyond what a core caches for itself, as they are in a step."""
+
+
+def hasten_few_rows(projections: Iterable[Projection]) -> None:
+    """Measure a slice's dense products on a CPU and give few rows their fastest way, shape by shape."""
+    alike: dict[tuple[torch.dtype, int, int], list[DenseProjection]] = {}
+    for projection in projections:
+        if isinstance(projection, DenseProjection) and projection.weight.device.type == "cpu":
+            out, inputs = projection.weight.shape
+            alike.setdefault((projection.weight.dtype, out, inputs), []).append(projection)
+    for (dtype, out, inputs), group in alike.items():
+        if out * inputs >= _LEAST_ELEMENTS:
+            probe = torch.zeros((max(way.rows for way in WAYS), inputs), dtype=dtype)
+            turns = group[: max(1, _ENOUGH_BYTES // group[0].weight.nbytes)]
+            ways = best_ways(measured(lambda way, p=probe, t=turns: _multiply(t, p, way)))  # type: ignore[misc]
+            for each in group:
+                each.take_ways(ways)
+
+
+def best_ways(costs: Mapping[Way, float]) -> dict[int, Way]:
+    """From the cost of each way: the row counts for which one with as many rows or more is cheaper than the plain one,
+    and the cheapest of these."""
+    found = {}
+    for plain, cost in costs.items():
+        if not plain.turned:
+            best = min((way for way in costs if way.rows >= plain.rows), key=lambda way: costs[way])
+            if costs[best] < cost * PAYS:
+                found[plain.rows] = best
+    return found
+
+
+def measured(multiply: Callable[[Way], object]) -> dict[Way, float]:
+    """Seconds by way: the least of a few rounds in turn, so that a busy moment spoils no single one."""
+    begun_s = time.perf_counter()
+    multiply(Way(1, turned=False))
+    costs = {way: _timed(multiply, way) for way in WAYS}
+    for _ in range(_ROUNDS - 1):
+        if time.perf_counter() - begun_s > _MEASURE_S:
+            break
+        costs = {way: min(cost, _timed(multiply, way)) for way, cost in costs.items()}
+    return costs
+
+
+def _multiply(turns: Sequence[DenseProjection], probe: torch.Tensor, way: Way) -> None:
+    for projection in turns:
+        projection.multiply(probe[: way.rows], way)
+
+
+def _timed(multiply: Callable[[Way], object], way: Way) -> float:
+    begun_s = time.perf_counter()
+    multiply(way)
+    return time.perf_counter() - begun_s
