@@ -201,13 +201,16 @@ class _Noting:
         self._channel = channel
         self._lane = lane
 
-    def send_nowait(self, frame: Frame) -> None:
-        wants = self._lane.compression.wants(frame)
-        if wants and len(frame.body) > INLINE_BYTES:
+    def send_nowait(self, *frames: Frame) -> None:
+        compression = self._lane.compression
+        wants = [compression.wants(frame) for frame in frames]
+        if any(wanted and len(frame.body) > INLINE_BYTES for wanted, frame in zip(wants, frames, strict=True)):
             raise Overloaded("to be compressed in a thread first")  # `send` follows
-        frame = self._lane.prepared(self._lane.compression.apply(frame) if wants else frame)
-        self._channel.send_nowait(frame)
-        self._lane.sent(frame)
+        packed = [compression.apply(frame) if wanted else frame for wanted, frame in zip(wants, frames, strict=True)]
+        prepared = [self._lane.prepared(frame) for frame in packed]
+        self._channel.send_nowait(*prepared)
+        for frame in prepared:
+            self._lane.sent(frame)
 
     async def send(self, frame: Frame) -> None:
         if len(frame.body) > INLINE_BYTES and self._lane.compression.wants(frame):

@@ -76,9 +76,9 @@ class SharedWriter:
         self._changed = threading.Condition()
         self._closed = False
 
-    def post(self, frame: Frame) -> None:
+    def post(self, *frames: Frame) -> None:
         """Never waits for the other end. Raises LinkBroken when nobody reads, ProtocolError for a bad frame."""
-        buffers = [part for part in encode(frame) if len(part)]
+        buffers = [part for frame in frames for part in encode(frame) if len(part)]
         with self._changed:
             idle = not self._unsent
             self._unsent += buffers

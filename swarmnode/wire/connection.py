@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import trio
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _CANCEL = 0x8
 SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
+BUNDLE_FRAMES = 16
+"""What came in one write is read in one go, so many frames at a time: a pass of the scheduler between any two would be
+paid by every token, and one peer's thousands of frames must not keep all others waiting."""
 NOT_FOR_IT, REMOVED, TOO_MANY = 403, 410, 429
 """Statuses that turn a channel down: by what its opener's certificate is for, because that node was removed from the
 swarm, by how many connections it has."""
@@ -63,6 +67,8 @@ class DirectChannel(Channel):
         self._arrived = trio.Event()
         self._ended = False
         self._broken: SwarmError | None = None
+        self._without_pause = 0
+        """Frames in a row that were at hand, so that their reader let nobody else run."""
         self._slow: tuple[float, int] | None = None
         """While a frame is awaited that has begun: since when, and from how many of its bytes on."""
         self._unreadable: ProtocolError | None = None
@@ -81,14 +87,16 @@ class DirectChannel(Channel):
         self._queue(frame)
         await trio.lowlevel.cancel_shielded_checkpoint()  # the writer gets its turn now, not after the caller
 
-    def send_nowait(self, frame: Frame) -> None:
+    def send_nowait(self, *frames: Frame) -> None:
         if self._full:
             raise Overloaded(f"more than {limits.SEND_QUEUE_BYTES} bytes wait on a {self.kind} channel")
-        self._queue(frame)
+        self._queue(*frames)
 
     async def receive(self) -> Frame:
-        if self._frames or self._inbox:
+        self._without_pause += 1
+        if self._without_pause > BUNDLE_FRAMES or (self._inbox and not self._frames):
             await trio.lowlevel.checkpoint()
+            self._without_pause = 0
         while not self._frames:
             if self._unreadable is not None:
                 raise ProtocolError(self._unreadable.message)
@@ -105,6 +113,7 @@ class DirectChannel(Channel):
 
     async def _more(self) -> None:
         """Wait for bytes: without end between two frames, with a minimum rate inside one."""
+        self._without_pause = 0
         if not self._decoder.buffered:
             await self._arrived.wait()
             return
@@ -145,14 +154,14 @@ class DirectChannel(Channel):
     def _full(self) -> bool:
         return self._connection.session.queued_bytes(self._id) >= limits.SEND_QUEUE_BYTES
 
-    def _queue(self, frame: Frame) -> None:
+    def _queue(self, *frames: Frame) -> None:
         if self._broken is not None:
             raise type(self._broken)(self._broken.message)
-        encoded = encode(frame)
-        self._connection.note_frame()
-        self._connection.session.send(self._id, *encoded)
-        size = frame_size(encoded)
-        self.counts.gave(size)
+        encoded = [encode(frame) for frame in frames]
+        size = sum(map(frame_size, encoded))
+        self._connection.note_frames(len(frames))
+        self._connection.session.send(self._id, *chain.from_iterable(encoded))
+        self.counts.gave(size, len(frames))
         if size <= SMALL_FRAME_BYTES:
             self._connection.write_now()
         else:
@@ -286,10 +295,10 @@ class Connection:
             self._close_after_writing()
             await self._ended.wait()
 
-    def note_frame(self) -> None:
-        """One more is about to be written."""
+    def note_frames(self, n: int) -> None:
+        """So many more are about to be written."""
         if self._carrier is not None:
-            self._carrier.note_frames(1)
+            self._carrier.note_frames(n)
 
     def wake_writer(self) -> None:
         if self.session.wants_write or self._closing:

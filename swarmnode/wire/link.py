@@ -119,8 +119,9 @@ class Channel(ABC):
         """Queue a frame, waiting while the queue is full. Raises LinkBroken, ProtocolError."""
 
     @abstractmethod
-    def send_nowait(self, frame: Frame) -> None:
-        """Queue a frame; raises Overloaded when the queue is full, LinkBroken, ProtocolError."""
+    def send_nowait(self, *frames: Frame) -> None:
+        """Queue frames, all or none: small ones leave in one write. Raises Overloaded when the queue is full,
+        LinkBroken, ProtocolError."""
 
     @abstractmethod
     async def receive(self) -> Frame:

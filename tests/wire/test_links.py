@@ -12,6 +12,7 @@ import trio.testing
 from swarmnode.errors import InternalError, LinkBroken, Overloaded, ProtocolError, StageLost
 from swarmnode.ids import RingId
 from swarmnode.wire.address import Address
+from swarmnode.wire.connection import BUNDLE_FRAMES
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import PROTOCOL, Identity, LinkOptions, Parameters
 from swarmnode.wire.traffic import Traffic
@@ -96,6 +97,46 @@ async def test_frames_come_back_in_order_and_are_counted(
     assert int(counted["bytes_out"]) > 50 * len("session")
     traffic.forget_ring("r1")
     assert traffic.snapshot() == []
+
+
+async def test_frames_sent_together_are_all_sent_or_none(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    address = await start(nursery, transport, echo, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(5)))
+        with pytest.raises(ProtocolError, match="session"):
+            channel.send_nowait(Frame("end", {"session": 5}), Frame("end", {"session": -1}))
+        channel.send_nowait(Frame("end", {"session": 6}))
+        assert [(await channel.receive()).header["session"] for _ in range(6)] == [0, 1, 2, 3, 4, 6]
+        assert channel.counts.frames_out == 7
+
+
+async def test_who_reads_many_frames_that_are_at_hand_lets_others_run(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    passes = 0
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await trio.lowlevel.checkpoint()
+            passes += 1
+
+    async def send(kind: str, hello: Hello, channel: Channel) -> None:
+        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(200)))
+        await channel.receive()
+
+    address = await start(nursery, transport, send, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        await channel.receive()
+        nursery.start_soon(count)
+        await trio.lowlevel.checkpoint()
+        before = passes
+        for _ in range(199):
+            await channel.receive()
+        assert passes - before >= 199 // (2 * BUNDLE_FRAMES)
+        channel.send_nowait(Frame("end", {"session": 0}))
 
 
 async def test_a_frame_larger_than_all_windows_passes(
