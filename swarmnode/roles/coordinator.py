@@ -8,6 +8,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
 
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
+HEARD_EVERY_S = 0.25
+"""How often a connection's frames count as signs of life: beats come every second, and texts with every token."""
 LEFT_OUT_TOLD = 8
 """Peers without a stage that a load's event names; its status has them all."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
@@ -441,8 +444,11 @@ class Coordinator:
                 self._driver.feed(Connected(identity.node, identity.boot, identity.incarnation))
                 self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
                 nursery.start_soon(member.outbox.run, channel)
+                heard_s = -inf
                 async for frame in channel:
-                    self._driver.feed(Heard(identity.node, identity.boot, identity.incarnation))
+                    if trio.current_time() - heard_s >= HEARD_EVERY_S:
+                        heard_s = trio.current_time()
+                        self._driver.feed(Heard(identity.node, identity.boot, identity.incarnation))
                     if frame.kind == "renew":
                         body = unpack_body(frame.body)
                         issued = await self.enrolment.renew(identity.node, identity.name, body, channel.certified)
