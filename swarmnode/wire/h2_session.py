@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ChannelId = NewType("ChannelId", int)
 Headers = tuple[tuple[str, str], ...]
 PATH_PREFIX = "/channel/"
+CREDIT_BYTES = 32 << 10
+"""Of a channel: nothing beside its window, and some dozen steps' frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class _Outbound:
     """RST_STREAM goes out behind END_STREAM: the peer may stop sending."""
     remote_ended: bool = False
     local_ended: bool = False
+    owed: int = 0
+    """Credit of what was consumed, not given back yet."""
 
 
 class _QuietConnection(h2.connection.H2Connection):
@@ -120,6 +124,7 @@ class H2Session:
         self._h2 = _QuietConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
         self._guard = FloodGuard(server=not client, stranger=stranger)
         self._out: dict[ChannelId, _Outbound] = {}
+        self._credit_bytes = min(CREDIT_BYTES, window_bytes // 8)
         self._turns: deque[ChannelId] = deque()
         self._waiting: set[ChannelId] = set()
         self._closed = False
@@ -193,7 +198,7 @@ class H2Session:
     def _take_reset(self, event: h2.events.StreamReset, now: float) -> list[Event]:
         if not event.remote_reset:
             self._guard.spend("reset", now)
-        known = self._out.pop(ChannelId(event.stream_id), None)
+        known = self._forget(ChannelId(event.stream_id))
         return [Reset(ChannelId(event.stream_id), int(event.error_code or 0))] if known else []
 
     def _take_end(self, channel: ChannelId) -> list[Event]:
@@ -257,12 +262,20 @@ class H2Session:
 
     def reset(self, channel: ChannelId, code: int = ErrorCodes.CANCEL) -> None:
         """End a channel at once in both directions; what is queued is dropped. Unknown channels are ignored."""
-        if self._out.pop(channel, None) is not None and not self._closed:
+        if self._forget(channel) and not self._closed:
             self._h2.reset_stream(channel, code)
             self._collect()
 
     def consumed(self, channel: ChannelId, credit: int) -> None:
-        """A consumer took a `Data`: give its credit back (also for channels that are gone)."""
+        """A consumer took a `Data`: give its credit back, CREDIT_BYTES of it at a time (also for channels that are
+        gone)."""
+        out = self._out.get(channel)
+        if out is not None:
+            out.owed += credit
+            credit = out.owed
+            if credit < self._credit_bytes:
+                return
+            out.owed = 0
         if not self._closed:
             self._credit(channel, credit)
             self._collect()
@@ -341,7 +354,14 @@ class H2Session:
 
     def _forget_if_done(self, channel: ChannelId, out: _Outbound) -> None:
         if out.local_ended and out.remote_ended:
-            self._out.pop(channel, None)
+            self._forget(channel)
+
+    def _forget(self, channel: ChannelId) -> bool:
+        """Whether it was known. What it owes goes back: the connection's window is all channels'."""
+        out = self._out.pop(channel, None)
+        if out is not None and not self._closed:
+            self._credit(channel, out.owed)
+        return out is not None
 
     def _wake(self, channel: ChannelId) -> None:
         if channel not in self._waiting:

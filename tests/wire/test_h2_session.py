@@ -154,6 +154,26 @@ def test_credit_of_channels_that_are_gone_comes_back() -> None:
     assert window > limits.STREAM_WINDOW_BYTES * limits.MAX_CHANNELS // 2
 
 
+def test_credit_that_is_held_back_stalls_nobody_and_comes_back_with_the_channel() -> None:
+    window_bytes = 16 << 10
+    client, server = End(H2Session(client=True)), End(H2Session(client=False, window_bytes=window_bytes))
+    settle(client, server)
+    long_one = client.session.open_channel("/channel/steps")
+    client.send(long_one, bytes(100 * window_bytes))
+    settle(client, server)
+    assert len(server.got[long_one]) == 100 * window_bytes
+    part = bytes(window_bytes // 8 - 1)
+    for number in range(window_bytes * limits.MAX_CHANNELS // len(part) + 100):
+        channel = client.session.open_channel("/channel/steps")
+        client.send(channel, part)
+        client.session.finish(channel)
+        settle(client, server)
+        assert server.ended == {channel}, f"channel {number}"
+        server.session.finish(channel)
+        settle(client, server)
+        server.ended.clear()
+
+
 def test_channels_take_turns() -> None:
     client, server = pair()
     big, small = (client.session.open_channel("/channel/steps") for _ in range(2))
