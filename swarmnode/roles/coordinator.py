@@ -8,7 +8,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -444,11 +443,10 @@ class Coordinator:
                 self._driver.feed(Connected(identity.node, identity.boot, identity.incarnation))
                 self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
                 nursery.start_soon(member.outbox.run, channel)
-                heard_s = -inf
+                channel.take_at_once(partial(self._take_at_once, member))
                 async for frame in channel:
-                    if trio.current_time() - heard_s >= HEARD_EVERY_S:
-                        heard_s = trio.current_time()
-                        self._driver.feed(Heard(identity.node, identity.boot, identity.incarnation))
+                    if self._take_at_once(member, frame):
+                        continue
                     if frame.kind == "renew":
                         body = unpack_body(frame.body)
                         issued = await self.enrolment.renew(identity.node, identity.name, body, channel.certified)
@@ -456,11 +454,22 @@ class Coordinator:
                             member.outbox.post(issued)
                     elif frame.kind == "stand":
                         nursery.start_soon(self._answer_stand, hello, channel, frame, member)
-                    else:
-                        self._take(identity.node, frame)
                 nursery.cancel_scope.cancel()
         finally:
             self._drop(member)
+
+    def _take_at_once(self, member: Member, frame: Frame) -> bool:
+        """One frame of a peer; False where its answer takes time, or another connection of it has taken over."""
+        if self.members.get(member.node) is not member:
+            return False
+        now = trio.current_time()
+        if now - member.heard_s >= HEARD_EVERY_S:
+            member.heard_s = now
+            self._driver.feed(Heard(member.node, member.boot, member.identity.incarnation))
+        if frame.kind in ("renew", "stand"):
+            return False
+        self._take(member.node, frame)
+        return True
 
     async def _answer_stand(self, hello: Hello, channel: Channel, frame: Frame, member: Member) -> None:
         answer = None if self.seats is None else await self.seats.stand(hello, channel, frame)

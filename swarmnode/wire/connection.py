@@ -65,6 +65,9 @@ class DirectChannel(Channel):
         self._frames: deque[Frame] = deque()
         self._inbox: deque[h2s.Data] = deque()
         self._arrived = trio.Event()
+        self._take_at_once: Callable[[Frame], bool] | None = None
+        self._thrown: Exception | None = None
+        """By it; nothing more is read."""
         self._ended = False
         self._broken: SwarmError | None = None
         self._without_pause = 0
@@ -98,6 +101,8 @@ class DirectChannel(Channel):
             await trio.lowlevel.checkpoint()
             self._without_pause = 0
         while not self._frames:
+            if self._thrown is not None:
+                raise self._thrown
             if self._unreadable is not None:
                 raise ProtocolError(self._unreadable.message)
             if self._inbox:
@@ -110,6 +115,9 @@ class DirectChannel(Channel):
             else:
                 await self._more()
         return self._unless_refused(self._frames.popleft())
+
+    def take_at_once(self, take: Callable[[Frame], bool]) -> None:
+        self._take_at_once = take
 
     async def _more(self) -> None:
         """Wait for bytes: without end between two frames, with a minimum rate inside one."""
@@ -196,6 +204,7 @@ class DirectChannel(Channel):
             self._connection.session.consumed(self._id, self._inbox.popleft().credit)
         self._decoder = FrameDecoder()
         self._unread.end()
+        self._take_at_once = None
         self._connection.forget(self._id, code)
 
     # -- called by the connection
@@ -206,8 +215,22 @@ class DirectChannel(Channel):
             self.fail(Overloaded(f"more than {self._unread.account.most_bytes} bytes of one node wait to be read"))
             self.abort()
             return
+        at_rest = not (self._frames or self._inbox or self._decoder.buffered)
         self._inbox.append(data)
-        self._notify()
+        if self._take_at_once is None or not at_rest or not self._handed_over(self._take_at_once):
+            self._notify()
+
+    def _handed_over(self, take: Callable[[Frame], bool]) -> bool:
+        """Whether nothing of what came is left for `receive`. No error of one channel's user gets to the reader."""
+        self._decode(self._inbox.popleft())
+        try:
+            while self._frames and self._frames[0].kind != "refuse" and take(self._frames[0]):
+                self._frames.popleft()
+        except Exception as error:
+            self._thrown, self._take_at_once = error, None
+            self._frames.clear()
+            return False
+        return not (self._frames or self._decoder.buffered or self._unreadable)
 
     def end(self) -> None:
         self._ended = True

@@ -128,6 +128,11 @@ class Channel(ABC):
         """The next frame. Raises trio.EndOfChannel after a clean end, LinkBroken, ProtocolError, or the error the
         other side ended the channel with (a handler that raises SwarmError, a refused hello)."""
 
+    def take_at_once(self, take: Callable[[Frame], bool]) -> None:  # noqa: B027 - only links that are read by a task can
+        """Offer every frame to `take` as it arrives, in the task that reads the link: a pass of the scheduler less. It
+        must not wait; what it returns False for, and all that comes before `receive` has given that out, is left to
+        `receive`, as is everything on links that cannot do this. `receive` raises what `take` raises."""
+
     @abstractmethod
     async def flush(self) -> None:
         """Wait until the link took all that was queued, so that no more than one caller's piece waits in memory.
