@@ -20,11 +20,10 @@ from h2.settings import SettingCodes
 from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
 from swarmnode.wire import limits
 from swarmnode.wire.flood import Flood, FloodGuard
+from swarmnode.wire.h2_data import HEAD_BYTES, DataConnection, data_frame_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hyperframe.frame import Frame
 
     from swarmnode.wire.frames import Buffer
 
@@ -103,17 +102,6 @@ class _Outbound:
     """Credit of what was consumed, not given back yet."""
 
 
-class _QuietConnection(h2.connection.H2Connection):
-    """h2 writes every frame it receives out as hexadecimal for a log that is off: a third of its time for our bodies.
-
-    The frame's own text is replaced on its way in; should h2 change inside, only the time comes back.
-    """
-
-    def _receive_frame(self, frame: Frame) -> list[h2.events.Event]:
-        frame._body_repr = str  # type: ignore[method-assign]
-        return super()._receive_frame(frame)
-
-
 class H2Session:
     """Both ends use this class. Methods that take bytes from the peer raise ProtocolError only; after it, what
     `data_to_send` still holds (a GOAWAY) should be written and the connection closed."""
@@ -121,15 +109,15 @@ class H2Session:
     def __init__(self, *, client: bool, stranger: bool = False, window_bytes: int = limits.STREAM_WINDOW_BYTES) -> None:
         """`window_bytes`: what the peer may send on one channel before any of it is consumed."""
         self._client = client
-        self._h2 = _QuietConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
+        self._h2 = DataConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
         self._guard = FloodGuard(server=not client, stranger=stranger)
         self._out: dict[ChannelId, _Outbound] = {}
         self._credit_bytes = min(CREDIT_BYTES, window_bytes // 8)
         self._turns: deque[ChannelId] = deque()
         self._waiting: set[ChannelId] = set()
         self._closed = False
-        self._ready: list[bytes] = []
-        """What h2 wrote and nobody took yet."""
+        self._ready: list[Buffer] = []
+        """What is to be written and nobody took yet."""
         self._start(window_bytes)
         self._collect()
 
@@ -154,9 +142,12 @@ class H2Session:
         if self._closed:
             raise ProtocolError("the peer sent more after the connection was closed")
         try:
-            self._guard.inspect(memoryview(data), now)
-            events = self._translate(self._h2.receive_data(data), now)
-            self._collect()
+            view, at_rest = memoryview(data), self._guard.at_rest
+            self._guard.inspect(view, now)
+            events, done = self._take_data_frames(view) if at_rest else ([], 0)
+            if done < len(view):
+                events += self._translate(self._h2.receive_data(view[done:]), now)
+                self._collect()
             return events
         except h2.exceptions.ProtocolError as error:
             self.close(error.error_code)
@@ -164,6 +155,20 @@ class H2Session:
         except ProtocolError as error:
             self.close(ErrorCodes.ENHANCE_YOUR_CALM if isinstance(error, Flood) else ErrorCodes.PROTOCOL_ERROR)
             raise
+
+    def _take_data_frames(self, view: memoryview) -> tuple[list[Event], int]:
+        """Whole DATA frames at the front, and how many bytes they take; what follows is h2's."""
+        events: list[Event] = []
+        done = 0
+        while (found := data_frame_at(view, done)) is not None:
+            channel, size = ChannelId(found[0]), found[1]
+            out = self._out.get(channel)
+            if out is None or out.remote_ended or not self._h2.take_data(channel, size):
+                break
+            begin = done + HEAD_BYTES
+            done = begin + size
+            events.append(Data(channel, bytes(view[begin:done]), size))
+        return events, done
 
     def _translate(self, h2_events: Sequence[h2.events.Event], now: float) -> list[Event]:
         events: list[Event] = []
@@ -310,7 +315,7 @@ class H2Session:
             self._waiting.discard(channel)
             written += self._send_some(channel)
         self._collect()
-        data = self._ready[0] if len(self._ready) == 1 else b"".join(self._ready)
+        data = b"".join(self._ready)
         self._ready = []
         self._guard.flushed()
         return data
@@ -338,7 +343,8 @@ class H2Session:
         if out.queued and allowed > 0:
             part = _take(out, allowed)
             sent = len(part)
-            self._h2.send_data(channel, part)
+            self._collect()
+            self._ready += [self._h2.head_of(channel, sent), part]
             if out.queued:
                 self._wake(channel)
         if out.finished and not out.queued:
