@@ -160,6 +160,8 @@ class ChatStream(Response):
         self._limits = limits
         self._chunks = sse.ChunkEncoder(new_reply_id(), int(time.time()), request.model, include_usage=include_usage)
         self._wrote_s = trio.current_time()
+        self._silence = trio.CancelScope()
+        """Of the task that fills it with comments."""
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         sink, source = trio.open_memory_channel["_Item"](EVENTS_AHEAD)
@@ -173,10 +175,8 @@ class ChatStream(Response):
                         await error_response(first)(scope, receive, send)
                         return
                     started = True
-                    quiet = trio.CancelScope()
-                    nursery.start_soon(self._keep_alive, sink, quiet)
-                    await self._write(first, source, send)
-                    quiet.cancel()
+                    nursery.start_soon(self._keep_alive, sink)
+                    nursery.start_soon(self._write, first, source, send)
         except SwarmError as error:  # cut
             if not started:
                 raise
@@ -195,6 +195,7 @@ class ChatStream(Response):
                 await sink.send(expected_failure(error, request_id))
 
     async def _write(self, first: _Item, source: trio.MemoryReceiveChannel[_Item], send: Send) -> None:
+        """A task of its own: to wake one within the application's stack, some thirty coroutines are resumed."""
         await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         data, ended, clean = self._encode([first])
         data = self._chunks.role() + data
@@ -203,12 +204,13 @@ class ChatStream(Response):
             self._wrote_s = trio.current_time()
             item = await _next(source)
             data, ended, clean = self._encode([item, *_queued(source)])
+        self._silence.cancel()
         await send({"type": "http.response.body", "body": data, "more_body": not clean})
 
-    async def _keep_alive(self, sink: trio.MemorySendChannel[_Item], scope: trio.CancelScope) -> None:
+    async def _keep_alive(self, sink: trio.MemorySendChannel[_Item]) -> None:
         """A comment wherever nothing was written for so long. A task of its own: a deadline for every token would be
         paid by every token."""
-        with scope, suppress(trio.ClosedResourceError):
+        with self._silence, suppress(trio.ClosedResourceError):
             while True:
                 due_s = self._wrote_s + self._limits.sse_keep_alive_s
                 if trio.current_time() < due_s:
