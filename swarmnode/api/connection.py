@@ -157,8 +157,8 @@ class Connection:
         self._client = client
         self._tls = None if tls is None else trio.SSLStream(client.stream, tls, server_side=True, https_compatible=True)
         self._stream: trio.abc.Stream = self._tls or client.stream
-        plain = isinstance(client.stream, trio.SocketStream) and self._tls is None
-        self._socket = client.stream.socket if plain else None
+        plain = client.stream if self._tls is None else None
+        self._socket = plain.socket if isinstance(plain, trio.SocketStream) else None
         self._limits = limits
         self._writing = trio.Lock()
         self._patience = trio.CancelScope()
