@@ -289,27 +289,31 @@ class Connection:
 
     async def _write(self, data: bytes) -> None:
         """All of `data`, or the connection ends: a part of it would corrupt what follows."""
-        try:
-            self._writing.acquire_nowait()
-        except trio.WouldBlock:
+        done = self._write_now(data)
+        if done == len(data):
+            return
+        if done:
+            self._writing.acquire_nowait()  # nobody else may come between
+        else:
             await self._writing.acquire()
         try:
-            whole = await self._write_all(data)
+            whole = await self._write_all(memoryview(data)[done:])
         finally:
             self._writing.release()
         if not whole:
             await self._protocol.handle(Closed())
 
-    async def _write_all(self, data: bytes) -> bool:
-        for piece in _pieces(memoryview(data)[self._write_now(data) :]):
+    async def _write_all(self, data: memoryview) -> bool:
+        for piece in _pieces(data):
             if not await self._write_piece(piece):
                 return False
         return True
 
     def _write_now(self, data: bytes) -> int:
-        """How many bytes the client's socket takes without waiting: all, unless it reads slowly. A deadline and two
-        passes of the scheduler would be paid by every token. Under TLS none; a broken socket is left to who waits."""
-        if self._socket is None:
+        """How many bytes the client's socket takes without waiting: all, unless it reads slowly. A lock, a deadline and
+        two passes of the scheduler would be paid by every token. None under TLS and while something else is written; a
+        broken socket is left to who waits."""
+        if self._socket is None or self._writing.locked():
             return 0
         try:
             return os.write(self._socket.fileno(), data)

@@ -250,12 +250,12 @@ class StageHost:
         of a step's replies in one write behind them, which wakes the coordinator once."""
         if not frames:
             return
-        self._heard_s = trio.current_time()
+        now = self._heard_s = trio.current_time()
         replies = []
         try:
             for frame in frames:
                 if frame.kind in REPLY_KINDS:
-                    self._note_reply(frame)
+                    self._note_reply(frame, now)
                     replies.append(frame)
                 else:
                     self._route(frame)
@@ -263,13 +263,13 @@ class StageHost:
             if replies:
                 self._post(*replies)
 
-    def _note_reply(self, frame: Frame) -> None:
+    def _note_reply(self, frame: Frame, now: float) -> None:
         request = frame.header.get("request", "")
         if frame.kind in ("done", "error"):
             self._requests.discard(request)
-            self._activity.ended(request, trio.current_time())
+            self._activity.ended(request, now)
         elif frame.kind == "text":
-            self._activity.gave(request, frame.header["n"], trio.current_time())
+            self._activity.gave(request, frame.header["n"], now)
         elif frame.kind == "probed":
             self._head_serves = True
 

@@ -290,9 +290,7 @@ class Connection:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_all, nursery.cancel_scope)
-                self._fail_channels(await self._read_all())
-                nursery.cancel_scope.deadline = trio.current_time() + CHANNEL_CLOSE_S
-                self._close_after_writing()
+                nursery.start_soon(self._read_to_end, nursery.cancel_scope)
         finally:
             self._fail_channels(LinkBroken("the connection was closed"))
             self._ended.set()
@@ -355,6 +353,12 @@ class Connection:
         self.wake_writer()
 
     # -- the reader
+
+    async def _read_to_end(self, scope: trio.CancelScope) -> None:
+        """A task of its own: to wake it within the caller's stack, all coroutines above it are resumed."""
+        self._fail_channels(await self._read_all())
+        scope.deadline = trio.current_time() + CHANNEL_CLOSE_S
+        self._close_after_writing()
 
     async def _read_all(self) -> SwarmError:
         try:
