@@ -1,7 +1,7 @@
 """A TCP proxy that delays each direction by a fixed time and does not limit bandwidth: a long link on one machine.
 
 `python -m benchmarks.proxy HOST:PORT --delay-ms 10` runs one; benchmarks import `delaying_proxy`. Bytes wait in a
-queue with a delivery task of its own, so a delay never slows the sender down. That the delay took effect is proved in
+queue while more is read, so a delay never slows the sender down. That the delay took effect is proved in
 two ways: `measure_rtt_ms` sends an echo through a proxy of the same delay, and every proxy notes how long the bytes
 of its real traffic stayed in it (`ProxiedAddress.held`).
 """
@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import selectors
+import socket
 import statistics
+import threading
+import time
 from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,11 +25,12 @@ import trio
 from swarmnode.wire.address import Address, parse_address, require_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 READ_BYTES = 256 << 10
 MAX_QUEUED_BYTES = 256 << 20
 """1 Gbit/s over two seconds of delay; a sender that fills it waits, so that a mistake cannot take all memory."""
+CONNECT_S = 5.0
 _PINGS = 50
 
 
@@ -60,48 +65,148 @@ class ProxiedAddress(Address):
 
 
 class _Line:
-    """One direction of one connection: a queue of (delivery time, bytes)."""
+    """One direction of one connection. What was read waits until it is due, then for the sink to take it."""
 
-    def __init__(self, delay_s: float, held: Held) -> None:
-        self._delay_s = delay_s
-        self._held = held
-        self._queue: deque[tuple[float, bytes | bytearray]] = deque()
-        self._queued = 0
-        self._ended = False
-        self._changed = trio.Event()
+    def __init__(self, source: socket.socket, sink: socket.socket, held: Held) -> None:
+        self.source, self.sink, self.held = source, sink, held
+        self.due: deque[tuple[float, memoryview]] = deque()
+        """(when it was read, bytes that have waited long enough); empty bytes are the end."""
+        self.queued_bytes = 0
+        self.ended = False
+        """Its source has ended."""
+        self.over = False
+        """And that was passed on."""
 
-    async def take(self, source: trio.SocketStream) -> None:
-        """Read for as long as the source sends."""
+    @property
+    def reads(self) -> bool:
+        return not self.ended and self.queued_bytes <= MAX_QUEUED_BYTES
+
+
+class DelayLoop:
+    """Every connection of one proxy, in a plain loop for a thread: a study that shares its processors with the proxy
+    measures less of it so. The delay is the same for all, so what is read is due in the order in which it came."""
+
+    def __init__(self, listener: socket.socket, target: Address, delay_s: float, held: tuple[Held, Held]) -> None:
+        self._listener, self._target, self._delay_s, self._held = listener, target, delay_s, held
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[socket.socket, tuple[_Line, _Line]] = {}
+        """By socket: the line that it is the source of, and the one that it is the sink of."""
+        self._waiting: deque[tuple[float, _Line, bytes]] = deque()
+        """(when it was read, its line, bytes), not due yet."""
+        self._stopped, self._stop = socket.socketpair()
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._stopped, selectors.EVENT_READ)
+        while not self._serve_once():
+            pass
+        for sock in (*self._lines, self._listener, self._stopped):
+            sock.close()
+        self._selector.close()
+
+    def stop(self) -> None:
+        """End `run`, and every connection with it; callable from any thread."""
+        self._stop.close()
+
+    def _serve_once(self) -> bool:
+        """Whether it was stopped."""
+        patience_s = self._waiting[0][0] + self._delay_s - time.monotonic() if self._waiting else None
+        for key, events in self._selector.select(patience_s if patience_s is None else max(0.0, patience_s)):
+            if key.fileobj is self._stopped:
+                return True
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (lines := self._lines.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                if events & selectors.EVENT_READ:
+                    self._guarded(self._read, lines[0])
+                if events & selectors.EVENT_WRITE:
+                    self._guarded(self._write, lines[1])
+        now = time.monotonic()
+        while self._waiting and self._waiting[0][0] + self._delay_s <= now:
+            came_s, line, data = self._waiting.popleft()
+            line.due.append((came_s, memoryview(data)))
+            self._guarded(self._write, line)
+        return False
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
         try:
-            while data := await source.receive_some(READ_BYTES):
-                self._queue.append((trio.current_time() + self._delay_s, data))
-                self._queued += len(data)
-                self._notify()
-                while self._queued > MAX_QUEUED_BYTES:
-                    await self._changed.wait()
-        finally:
-            self._ended = True
-            self._notify()
+            far = socket.create_connection((self._target.host, self._target.port), timeout=CONNECT_S)
+        except OSError:
+            near.close()
+            return
+        there, back = _Line(near, far, self._held[0]), _Line(far, near, self._held[1])
+        for sock, lines in ((near, (there, back)), (far, (back, there))):
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._lines[sock] = lines
+            self._selector.register(sock, selectors.EVENT_READ)
 
-    async def deliver(self, sink: trio.SocketStream) -> None:
-        """Write everything when its time has come, then pass the end on."""
-        while self._queue or not self._ended:
-            if not self._queue:
-                await self._changed.wait()
-                continue
-            due, data = self._queue[0]
-            await trio.sleep_until(due)
-            self._queue.popleft()
-            await sink.send_all(data)
-            self._queued -= len(data)
-            self._held.note(len(data), trio.current_time() - due + self._delay_s)
-            self._notify()
-        await trio.sleep(self._delay_s)
-        await sink.send_eof()
+    def _guarded(self, step: Callable[[_Line], None], line: _Line) -> None:
+        """A connection that breaks on one side ends on both."""
+        try:
+            step(line)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(line)
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+    def _read(self, line: _Line) -> None:
+        data = line.source.recv(READ_BYTES)
+        line.queued_bytes += len(data)
+        line.ended = not data
+        self._waiting.append((time.monotonic(), line, data))
+        if not line.reads:
+            self._watch(line.source)
+
+    def _write(self, line: _Line) -> None:
+        """All that is due, or what the sink takes of it."""
+        if line.sink not in self._lines:
+            return
+        while line.due:
+            came_s, data = line.due[0]
+            if not data:
+                self._end(line)
+                return
+            try:
+                done = line.sink.send(data)
+            except BlockingIOError:
+                break
+            line.queued_bytes -= done
+            line.held.note(done, time.monotonic() - came_s)
+            line.due[0] = came_s, data[done:]
+            if done == len(data):
+                line.due.popleft()
+        self._watch(line.sink)
+        self._watch(line.source)
+
+    def _watch(self, sock: socket.socket) -> None:
+        """Wake for what this socket is wanted for, and for nothing else."""
+        source_of, sink_of = self._lines[sock]
+        events = (selectors.EVENT_READ if source_of.reads else 0) | (selectors.EVENT_WRITE if sink_of.due else 0)
+        known = self._selector.get_map().get(sock)
+        if known is None and events:
+            self._selector.register(sock, events)
+        elif known is not None and not events:
+            self._selector.unregister(sock)
+        elif known is not None and known.events != events:
+            self._selector.modify(sock, events)
+
+    def _end(self, line: _Line) -> None:
+        line.due.clear()
+        line.over = True
+        line.sink.shutdown(socket.SHUT_WR)
+        self._watch(line.sink)
+        if all(each.over for each in self._lines[line.sink]):
+            self._close(line)
+
+    def _close(self, line: _Line) -> None:
+        for sock in (line.source, line.sink):
+            if self._lines.pop(sock, None) is not None:
+                if sock in self._selector.get_map():
+                    self._selector.unregister(sock)
+                sock.close()
 
 
 @asynccontextmanager
@@ -112,38 +217,16 @@ async def delaying_proxy(
 ) -> AsyncIterator[ProxiedAddress]:
     """Serve connections to `target`, each direction `delay_ms` late (an RTT of twice that), while inside the block."""
     held = (Held(), Held())
-    (listener,) = await trio.open_tcp_listeners(listen.port, host=require_loopback(listen).host)
-    host, port = listener.socket.getsockname()[:2]
-
-    async def serve(near: trio.SocketStream) -> None:
-        try:
-            far = await trio.open_tcp_stream(target.host, target.port)
-        except OSError:
-            await near.aclose()
-            return
-        await _join(near, far, delay_ms / 1000, held)
-
-    async with trio.open_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, serve, [listener])
-        yield ProxiedAddress(host, port, held)
-        nursery.cancel_scope.cancel()
-
-
-async def _join(near: trio.SocketStream, far: trio.SocketStream, delay_s: float, held: tuple[Held, Held]) -> None:
-    async with near, far, trio.open_nursery() as nursery:
-        for source, sink, noted in ((near, far, held[0]), (far, near, held[1])):
-            line = _Line(delay_s, noted)
-            nursery.start_soon(_until_broken, line.take, source, nursery.cancel_scope)
-            nursery.start_soon(_until_broken, line.deliver, sink, nursery.cancel_scope)
-
-
-async def _until_broken(
-    job: Callable[[trio.SocketStream], Awaitable[None]], stream: trio.SocketStream, scope: trio.CancelScope
-) -> None:
+    listener = socket.create_server((require_loopback(listen).host, listen.port))
+    host, port = listener.getsockname()[:2]
+    loop = DelayLoop(listener, target, delay_ms / 1000, held)
+    thread = threading.Thread(target=loop.run, name="proxy", daemon=True)
+    thread.start()
     try:
-        await job(stream)
-    except (trio.BrokenResourceError, trio.ClosedResourceError):
-        scope.cancel()
+        yield ProxiedAddress(host, port, held)
+    finally:
+        loop.stop()
+        thread.join()
 
 
 async def measure_rtt_ms(delay_ms: float) -> float:

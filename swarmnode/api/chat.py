@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
     from swarmnode.api.backend import Backend, ChatEvent, ModelCard
     from swarmnode.api.limits import ApiLimits
+
+    _Item = ChatEvent | SwarmError | bytes
+    """What goes into a stream: its events, their failure, or bytes as they are."""
 
 log = logging.getLogger("swarmnode.api")
 
@@ -143,7 +147,7 @@ def _completion(request: ChatRequest, text: str, done: Done) -> dict[str, Any]:
 
 
 class ChatStream(Response):
-    """One streamed reply. Two tasks: one takes the backend's events, the other writes them or keeps the line alive.
+    """One streamed reply. One task takes the backend's events, one writes them, one keeps the line alive.
 
     The first event decides the status: 200 only once the backend has accepted, else a plain error body. A failure
     after that is an error event, and then a body without its end: no client can take it for a clean one.
@@ -155,9 +159,12 @@ class ChatStream(Response):
         self._request = request
         self._limits = limits
         self._chunks = sse.ChunkEncoder(new_reply_id(), int(time.time()), request.model, include_usage=include_usage)
+        self._wrote_s = trio.current_time()
+        self._silence = trio.CancelScope()
+        """Of the task that fills it with comments."""
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        sink, source = trio.open_memory_channel["ChatEvent | SwarmError"](EVENTS_AHEAD)
+        sink, source = trio.open_memory_channel["_Item"](EVENTS_AHEAD)
         started = False
         try:
             with exchange_of(scope).generation():
@@ -168,44 +175,60 @@ class ChatStream(Response):
                         await error_response(first)(scope, receive, send)
                         return
                     started = True
-                    await self._write(first, source, send)
+                    nursery.start_soon(self._keep_alive, sink)
+                    nursery.start_soon(self._write, first, source, send)
         except SwarmError as error:  # cut
             if not started:
                 raise
             await send({"type": "http.response.body", "body": sse.error_event(describe(error)[1]), "more_body": True})
 
-    async def _take_events(self, sink: trio.MemorySendChannel[ChatEvent | SwarmError], request_id: str) -> None:
+    async def _take_events(self, sink: trio.MemorySendChannel[_Item], request_id: str) -> None:
         with sink:
             try:
                 async with self._backend.open_chat(self._request) as events:
                     async for event in events:
-                        await sink.send(event)
+                        try:
+                            sink.send_nowait(event)
+                        except trio.WouldBlock:
+                            await sink.send(event)
             except Exception as error:
                 await sink.send(expected_failure(error, request_id))
 
-    async def _write(
-        self, first: ChatEvent, source: trio.MemoryReceiveChannel[ChatEvent | SwarmError], send: Send
-    ) -> None:
+    async def _write(self, first: _Item, source: trio.MemoryReceiveChannel[_Item], send: Send) -> None:
+        """A task of its own: to wake one within the application's stack, some thirty coroutines are resumed."""
         await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         data, ended, clean = self._encode([first])
         data = self._chunks.role() + data
         while not ended:
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            with trio.move_on_after(self._limits.sse_keep_alive_s) as silence:
-                item = await _next(source)
-            if silence.cancelled_caught:
-                data = sse.KEEP_ALIVE
-            else:
-                data, ended, clean = self._encode([item, *_queued(source)])
+            self._wrote_s = trio.current_time()
+            item = await _next(source)
+            data, ended, clean = self._encode([item, *_queued(source)])
+        self._silence.cancel()
         await send({"type": "http.response.body", "body": data, "more_body": not clean})
 
-    def _encode(self, items: list[ChatEvent | SwarmError]) -> tuple[bytes, bool, bool]:
+    async def _keep_alive(self, sink: trio.MemorySendChannel[_Item]) -> None:
+        """A comment wherever nothing was written for so long. A task of its own: a deadline for every token would be
+        paid by every token."""
+        with self._silence, suppress(trio.ClosedResourceError):
+            while True:
+                due_s = self._wrote_s + self._limits.sse_keep_alive_s
+                if trio.current_time() < due_s:
+                    await trio.sleep_until(due_s)
+                    continue
+                with suppress(trio.WouldBlock):  # the client does not read; it needs no sign of life
+                    sink.send_nowait(sse.KEEP_ALIVE)
+                self._wrote_s = trio.current_time()
+
+    def _encode(self, items: list[_Item]) -> tuple[bytes, bool, bool]:
         """The bytes of some events; whether the reply is over; whether it ended cleanly."""
         parts: list[bytes] = []
         for item in items:
             if isinstance(item, TextDelta):
                 if item.text:
                     parts.append(self._chunks.content(item.text))
+            elif isinstance(item, bytes):
+                parts.append(item)
             elif isinstance(item, Done):
                 return b"".join([*parts, self._chunks.end(item)]), True, True
             elif isinstance(item, SwarmError):
@@ -213,16 +236,16 @@ class ChatStream(Response):
         return b"".join(parts), False, False
 
 
-async def _next(source: trio.MemoryReceiveChannel[ChatEvent | SwarmError]) -> ChatEvent | SwarmError:
+async def _next(source: trio.MemoryReceiveChannel[_Item]) -> _Item:
     try:
         return await source.receive()
     except trio.EndOfChannel:
         return InternalError("the reply ended without an end event")
 
 
-def _queued(source: trio.MemoryReceiveChannel[ChatEvent | SwarmError]) -> list[ChatEvent | SwarmError]:
+def _queued(source: trio.MemoryReceiveChannel[_Item]) -> list[_Item]:
     """What is there already, without waiting: many tokens share one write when the socket is the slower side."""
-    items: list[ChatEvent | SwarmError] = []
+    items: list[_Item] = []
     while len(items) < EVENTS_AHEAD:
         try:
             items.append(source.receive_nowait())

@@ -225,7 +225,10 @@ class Performance:
         }
 
     def _of(self, model: ModelId) -> ModelCounts:
-        return self._models.setdefault(model, ModelCounts(model))
+        counts = self._models.get(model)
+        if counts is None:
+            counts = self._models[model] = ModelCounts(model)
+        return counts
 
     def _bin(self, counts: ModelCounts, now: float) -> Bin:
         index = int(now // BIN_S)

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from swarmnode.ring.messages import Envelope
     from swarmnode.ring.work import Engine, Work
 
-STATS_INTERVAL_S = 0.25
-"""Gauges are sent at most this often while sessions are held: those of a lone reply change with every token, and each
-report wakes as many processes as the token does. A worker without sessions sends its last ones at once."""
+STATS_INTERVAL_S = 1.0
+"""Gauges are sent at most this often while sessions are held, as often as beats: those of a lone reply change with
+every token, and each report wakes as many processes as the token does. A worker without sessions sends its last ones
+at once."""
 
 
 class RingMachine(Protocol):
@@ -104,7 +105,8 @@ class RingLoop:
             self._log_stats(work, result)
             self._machine.complete(work, result, time.monotonic())
             self._flush()
-            self._report_gauges()
+            if time.monotonic() - self._reported_s >= STATS_INTERVAL_S:
+                self._report_gauges()
             if not self._take_inputs(wait=False):
                 return
 

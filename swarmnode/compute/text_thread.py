@@ -56,34 +56,40 @@ class TextThread:
         ring: RingId,
         pipeline: TextPipeline,
         submit: Callable[[HeadInput], None],
-        post: Callable[[Frame], None],
+        post: Callable[..., None],
     ) -> None:
+        """`post` writes frames, those of one call together."""
         self.inbox: SimpleQueue[TextInput] = SimpleQueue()
         self._ring = ring
         self._pipeline = pipeline
         self._submit = submit
         self._post = post
         self._replies: dict[RequestId, _Reply] = {}
+        self._outgoing: list[Frame] = []
+        """To be posted once nothing is queued here."""
 
     def run(self) -> None:
-        """Serve until None arrives. All that is queued is handled before texts are sent, so they travel together."""
+        """Serve until None arrives. All that is queued is handled before anything is sent: the texts of a step's
+        replies travel together."""
         while (message := self.inbox.get()) is not None:
             try:
                 while message is not None:
                     self._handle(message)
                     message = self.inbox.get_nowait()
+                self._send()
                 return
             except Empty:
-                self._send_texts()
+                self._add_texts()
+                self._send()
 
     def _handle(self, message: TextInput) -> None:
         match message:
             case Opened(request=request, stops=stops):
                 self._replies[request] = _Reply(self._pipeline.detokenizer(), StopMatcher(stops))
             case Accepted(request=request, prompt_tokens=count):
-                self._post(Frame("accepted", {"request": request, "prompt_tokens": count}))
+                self._outgoing.append(Frame("accepted", {"request": request, "prompt_tokens": count}))
             case Started(request=request):
-                self._post(Frame("started", {"request": request}))
+                self._outgoing.append(Frame("started", {"request": request}))
             case Sampled(request=request, token=token):
                 self._take_token(request, token)
             case Finished():
@@ -91,10 +97,10 @@ class TextThread:
             case Refused(request=request, code=code, message=text):
                 self._replies.pop(request, None)
                 header = {"request": request, "code": code, "message": text[:MAX_MESSAGE_CHARS]}
-                self._post(Frame("error", header))
+                self._outgoing.append(Frame("error", header))
             case Probed(round_ms=round_ms):
                 print(f"[stage0] the ring's probe came round in {round_ms:.2f} ms", file=sys.stderr, flush=True)
-                self._post(Frame("probed", {"ring": self._ring, "ms": round_ms}))
+                self._outgoing.append(Frame("probed", {"ring": self._ring, "ms": round_ms}))
 
     def _take_token(self, request: RequestId, token: int) -> None:
         reply = self._replies.get(request)
@@ -121,7 +127,7 @@ class TextThread:
             self._take_text(end.request, reply, reply.detokenizer.finish())
         if reply.stopped_by is None and (rest := reply.stops.finish()):
             reply.texts.append(rest)
-        self._send_text(end.request, reply)
+        self._add_text(end.request, reply)
         stopped = reply.stopped_by is not None
         header: dict[str, Any] = {
             "request": end.request,
@@ -133,13 +139,18 @@ class TextThread:
             header["cached"] = end.cached_tokens
         if reply.stopped_by is not None:
             header["stop"] = reply.stopped_by
-        self._post(Frame("done", header, pack_body(dict(end.timing))))
+        self._outgoing.append(Frame("done", header, pack_body(dict(end.timing))))
 
-    def _send_texts(self) -> None:
+    def _send(self) -> None:
+        if self._outgoing:
+            self._post(*self._outgoing)
+            self._outgoing = []
+
+    def _add_texts(self) -> None:
         for request, reply in self._replies.items():
-            self._send_text(request, reply)
+            self._add_text(request, reply)
 
-    def _send_text(self, request: RequestId, reply: _Reply) -> None:
+    def _add_text(self, request: RequestId, reply: _Reply) -> None:
         """One frame with all that is final; a longer text than a frame takes goes in several."""
         if not reply.texts and not reply.pending_tokens:
             return
@@ -147,5 +158,5 @@ class TextThread:
         reply.texts, reply.pending_tokens = [], 0
         for start in range(0, max(len(text), 1), MAX_TEXT_CHARS):
             part = text[start : start + MAX_TEXT_CHARS]
-            self._post(Frame("text", {"request": request, "text": part, "n": tokens}))
+            self._outgoing.append(Frame("text", {"request": request, "text": part, "n": tokens}))
             tokens = 0

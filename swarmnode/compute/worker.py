@@ -150,9 +150,9 @@ class Worker:
         except LinkBroken:
             os._exit(EXIT_INPUT_CLOSED)
 
-    def _post(self, frame: Frame) -> None:
+    def _post(self, *frames: Frame) -> None:
         try:
-            self._writer.post(frame)
+            self._writer.post(*frames)
         except LinkBroken:
             os._exit(EXIT_INPUT_CLOSED)
 

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
+HEARD_EVERY_S = 0.25
+"""How often a connection's frames count as signs of life: beats come every second, and texts with every token."""
 LEFT_OUT_TOLD = 8
 """Peers without a stage that a load's event names; its status has them all."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
@@ -441,8 +443,10 @@ class Coordinator:
                 self._driver.feed(Connected(identity.node, identity.boot, identity.incarnation))
                 self.context.emit("peer_joined", {"node": identity.node, "name": identity.name})
                 nursery.start_soon(member.outbox.run, channel)
+                channel.take_at_once(partial(self._take_at_once, member))
                 async for frame in channel:
-                    self._driver.feed(Heard(identity.node, identity.boot, identity.incarnation))
+                    if self._take_at_once(member, frame):
+                        continue
                     if frame.kind == "renew":
                         body = unpack_body(frame.body)
                         issued = await self.enrolment.renew(identity.node, identity.name, body, channel.certified)
@@ -450,11 +454,22 @@ class Coordinator:
                             member.outbox.post(issued)
                     elif frame.kind == "stand":
                         nursery.start_soon(self._answer_stand, hello, channel, frame, member)
-                    else:
-                        self._take(identity.node, frame)
                 nursery.cancel_scope.cancel()
         finally:
             self._drop(member)
+
+    def _take_at_once(self, member: Member, frame: Frame) -> bool:
+        """One frame of a peer; False where its answer takes time, or another connection of it has taken over."""
+        if self.members.get(member.node) is not member:
+            return False
+        now = trio.current_time()
+        if now - member.heard_s >= HEARD_EVERY_S:
+            member.heard_s = now
+            self._driver.feed(Heard(member.node, member.boot, member.identity.incarnation))
+        if frame.kind in ("renew", "stand"):
+            return False
+        self._take(member.node, frame)
+        return True
 
     async def _answer_stand(self, hello: Hello, channel: Channel, frame: Frame, member: Member) -> None:
         answer = None if self.seats is None else await self.seats.stand(hello, channel, frame)

@@ -11,6 +11,7 @@ on which bytes vanish while nothing is sent, nor one behind a relay or in reques
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -201,13 +202,17 @@ class _Noting:
         self._channel = channel
         self._lane = lane
 
-    def send_nowait(self, frame: Frame) -> None:
+    def send_nowait(self, *frames: Frame) -> None:
+        ready = [self._ready(frame) for frame in frames]
+        self._channel.send_nowait(*ready)
+        for frame in ready:
+            self._lane.sent(frame)
+
+    def _ready(self, frame: Frame) -> Frame:
         wants = self._lane.compression.wants(frame)
         if wants and len(frame.body) > INLINE_BYTES:
             raise Overloaded("to be compressed in a thread first")  # `send` follows
-        frame = self._lane.prepared(self._lane.compression.apply(frame) if wants else frame)
-        self._channel.send_nowait(frame)
-        self._lane.sent(frame)
+        return self._lane.prepared(self._lane.compression.apply(frame) if wants else frame)
 
     async def send(self, frame: Frame) -> None:
         if len(frame.body) > INLINE_BYTES and self._lane.compression.wants(frame):
@@ -268,15 +273,31 @@ class LaneIn:
 
     async def _take_all(self, channel: Channel) -> None:
         acks = LaneAcks()
+        channel.take_at_once(partial(self._take_small, channel, acks))
         async for frame in channel:
-            if frame.kind == "lane_sent":
-                self._receiver.check_all_came(frame.header["seq"])
-                continue
-            accepted = self._receiver.accept(frame)
-            if accepted is not None:
-                self._take(await _plain(accepted))
-            if acks.took(frame):
-                channel.send_nowait(self._at())
+            if not self._take_small(channel, acks, frame):
+                await self._take_packed(channel, acks, frame)
+
+    def _take_small(self, channel: Channel, acks: LaneAcks, frame: Frame) -> bool:
+        """False: it has to be decompressed in a thread first."""
+        if frame.kind == "lane_sent":
+            self._receiver.check_all_came(frame.header["seq"])
+            return True
+        if ZIP_KEY in frame.header and frame.header["bytes"] > INLINE_BYTES:
+            return False
+        if (accepted := self._receiver.accept(frame)) is not None:
+            self._take(decompress(accepted))
+        self._acknowledge(channel, acks, frame)
+        return True
+
+    async def _take_packed(self, channel: Channel, acks: LaneAcks, frame: Frame) -> None:
+        if (accepted := self._receiver.accept(frame)) is not None:
+            self._take(await trio.to_thread.run_sync(decompress, accepted))
+        self._acknowledge(channel, acks, frame)
+
+    def _acknowledge(self, channel: Channel, acks: LaneAcks, frame: Frame) -> None:
+        if acks.took(frame):
+            channel.send_nowait(self._at())
 
     async def _give_signs(self, channel: Channel) -> None:
         while True:
@@ -295,11 +316,3 @@ async def _break_when_silent(channel: Channel) -> None:
         if channel.counts.bytes_in != heard_bytes:
             heard_bytes, heard_s = channel.counts.bytes_in, trio.current_time()
     raise LinkBroken(f"nothing came for {SILENCE_S:g} s")
-
-
-async def _plain(frame: Frame) -> Frame:
-    if ZIP_KEY not in frame.header:
-        return frame
-    if frame.header["bytes"] <= INLINE_BYTES:
-        return decompress(frame)
-    return await trio.to_thread.run_sync(decompress, frame)

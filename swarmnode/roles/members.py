@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ class Member:
     """How its connections reach the coordinator."""
     outbox: Outbox = field(default_factory=Outbox)
     beat: Beat | None = None
+    heard_s: float = -math.inf
+    """When a frame of it last counted as a sign of life."""
     refused: BootId | None = None
     """The last process that came under the same identity and was sent away."""
 

@@ -26,7 +26,7 @@ class Sender(Protocol):
 
     async def send(self, frame: Frame) -> None: ...
 
-    def send_nowait(self, frame: Frame) -> None: ...
+    def send_nowait(self, *frames: Frame) -> None: ...
 
 
 class Outbox:
@@ -50,16 +50,17 @@ class Outbox:
         """All that was posted has been given to the channel, and `run` holds one."""
         return self._idle is not None
 
-    def post(self, frame: Frame) -> None:
-        """Send or queue a frame; raises LinkBroken when the other end has let too much pile up."""
-        if self._bytes and self._bytes + len(frame.body) > MAX_BYTES:
+    def post(self, *frames: Frame) -> None:
+        """Send or queue frames, in one write where they are small. Raises LinkBroken when the other end has let too
+        much pile up."""
+        if self._bytes and self._bytes + sum(len(frame.body) for frame in frames) > MAX_BYTES:
             raise LinkBroken(f"the other end left {self._bytes} bytes unread")
         if len(self._waiting) >= MAX_FRAMES:
             raise LinkBroken(f"the other end left {MAX_FRAMES} frames unread")
-        frame = self._stamp(frame)
+        stamped = [self._stamp(frame) for frame in frames]
         if self._idle is None:
-            self._queue(frame)
-        elif not self._send_now(self._idle, frame):
+            self._queue(stamped)
+        elif not self._send_now(self._idle, stamped):
             self._idle = None
             self._arrived.set()
 
@@ -73,16 +74,16 @@ class Outbox:
         finally:
             self._idle = None
 
-    def _queue(self, frame: Frame) -> None:
-        self._waiting.append(frame)
-        self._bytes += len(frame.body)
+    def _queue(self, frames: list[Frame]) -> None:
+        self._waiting.extend(frames)
+        self._bytes += sum(len(frame.body) for frame in frames)
 
-    def _send_now(self, channel: Sender | FramePipe, frame: Frame) -> bool:
-        """False: `run` has to go on with it."""
+    def _send_now(self, channel: Sender | FramePipe, frames: list[Frame]) -> bool:
+        """False: `run` has to go on with them."""
         try:
-            channel.send_nowait(frame)
+            channel.send_nowait(*frames)
         except SwarmError:  # it is full, and `run` waits; or it broke, and `run` meets the same error
-            self._queue(frame)
+            self._queue(frames)
             return False
         return not (isinstance(channel, FramePipe) and channel.unsent)
 

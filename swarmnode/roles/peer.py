@@ -149,10 +149,10 @@ class Peer:
                 self._context.emit("joined", {"coordinator": control.way.name, "route": requests.way.route})
                 await self._serve_connected(control.up, requests.up)
 
-    def _post(self, frame: Frame) -> None:
+    def _post(self, *frames: Frame) -> None:
         """To the coordinator. While there is none, what stages say is dropped: they say what matters again later."""
         if self._connected:
-            self._outbox.post(frame)
+            self._outbox.post(*frames)
 
     def _found(self) -> None:
         """A coordinator is there: it hears of every stage, and takes over or ends those it did not load itself."""

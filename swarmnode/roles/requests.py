@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import trio
@@ -68,16 +67,23 @@ class RequestStream:
 
     async def next(self) -> ChatEvent:
         """The next event. Raises the request's error, or Stalled where one side is too slow."""
-        try:
-            with trio.fail_after(math.inf if self.accepted else ACCEPT_S):
-                event = await self._receive.receive()
-        except trio.TooSlowError:
-            raise Stalled(f"stage 0 did not take the request within {ACCEPT_S:.0f} s") from None
-        except trio.EndOfChannel:
-            raise Stalled(f"the client left {MAX_UNREAD_EVENTS} pieces of the reply unread") from None
+        event = await (self._next() if self.accepted else self._next_in_time())
         if isinstance(event, SwarmError):
             raise event
         return event
+
+    async def _next_in_time(self) -> ChatEvent | SwarmError:
+        try:
+            with trio.fail_after(ACCEPT_S):
+                return await self._next()
+        except trio.TooSlowError:
+            raise Stalled(f"stage 0 did not take the request within {ACCEPT_S:.0f} s") from None
+
+    async def _next(self) -> ChatEvent | SwarmError:
+        try:
+            return await self._receive.receive()
+        except trio.EndOfChannel:
+            raise Stalled(f"the client left {MAX_UNREAD_EVENTS} pieces of the reply unread") from None
 
     def _offer(self, event: ChatEvent | SwarmError) -> None:
         if self.ended:

@@ -126,7 +126,7 @@ class RingLanes:
         return epoch == self.epoch
 
     def _hand_over(self, lane: str, frame: Frame) -> None:
-        self._take(Frame(frame.kind, {**frame.header, "lane": lane}, frame.body))
+        self._take(Frame(frame.kind, {**frame.header, "lane": lane}, frame.body, frame.checked))
 
     @property
     def _successor(self) -> NodeId:

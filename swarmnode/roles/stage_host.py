@@ -60,8 +60,9 @@ class StageHost:
         spec: LoadSpec,
         resources: PeerResources,
         store: ShardStore,
-        post: Callable[[Frame], None],
+        post: Callable[..., None],
     ) -> None:
+        """`post` sends the coordinator frames, those of one call in one write where they are small."""
         self.spec = spec
         self.gauges: dict[str, Any] = {}
         self.phase = "starting"
@@ -230,11 +231,9 @@ class StageHost:
     async def _pump(self, worker: WorkerProcess) -> None:
         """Route what the worker says until it ends, which is a fault unless the scope was cancelled."""
         try:
-            while (frame := await worker.pipe.receive()) is not None:
+            while frames := await worker.pipe.receive_all():
                 self._pulse = True
-                if frame.kind != "pong":
-                    self._heard_s = trio.current_time()
-                    self._route(frame)
+                self._route_all([frame for frame in frames if frame.kind != "pong"])
         except (LinkBroken, ProtocolError):
             with trio.move_on_after(1):  # killed in the middle of a frame: say so, not that its frame was bad
                 await worker.wait()
@@ -246,19 +245,37 @@ class StageHost:
         how = self._how_it_ended(code, worker.log)
         raise StageLost(f"stage {self.spec.stage}'s worker {how}")
 
+    def _route_all(self, frames: list[Frame]) -> None:
+        """What the worker wrote in one go: its ring frames leave each at once, since a stage waits for them, the texts
+        of a step's replies in one write behind them, which wakes the coordinator once."""
+        if not frames:
+            return
+        now = self._heard_s = trio.current_time()
+        replies = []
+        try:
+            for frame in frames:
+                if frame.kind in REPLY_KINDS:
+                    self._note_reply(frame, now)
+                    replies.append(frame)
+                else:
+                    self._route(frame)
+        finally:
+            if replies:
+                self._post(*replies)
+
+    def _note_reply(self, frame: Frame, now: float) -> None:
+        request = frame.header.get("request", "")
+        if frame.kind in ("done", "error"):
+            self._requests.discard(request)
+            self._activity.ended(request, now)
+        elif frame.kind == "text":
+            self._activity.gave(request, frame.header["n"], now)
+        elif frame.kind == "probed":
+            self._head_serves = True
+
     def _route(self, frame: Frame) -> None:
         if frame.kind in RING_KINDS:
             self._lanes.post(frame)
-        elif frame.kind in REPLY_KINDS:
-            request = frame.header.get("request", "")
-            if frame.kind in ("done", "error"):
-                self._requests.discard(request)
-                self._activity.ended(request, trio.current_time())
-            elif frame.kind == "text":
-                self._activity.gave(request, frame.header["n"], trio.current_time())
-            elif frame.kind == "probed":
-                self._head_serves = True
-            self._post(frame)
         elif frame.kind == "stats":
             self.gauges = unpack_body(frame.body)
             self._post(Frame("gauges", self._where(), frame.body))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 READ_BYTES = 1 << 20
 """As much as an enlarged pipe can hold."""
+STEP_BYTES = 64 << 10
+"""Room for a decode step's frame: the C library maps memory anew for every buffer beyond 128 KiB."""
 IOV_MAX = 512
 """Buffers in one writev; the kernel's limit is 1024."""
 
@@ -27,6 +29,7 @@ class FrameReader:
         self._fd = fd
         self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
+        self._most = STEP_BYTES
 
     def read(self) -> Frame | None:
         """The next frame; None when the other end closed the pipe between frames.
@@ -34,7 +37,8 @@ class FrameReader:
         Raises ProtocolError for bad frames, LinkBroken when the pipe closes inside one.
         """
         while not self._frames:
-            data = os.read(self._fd, READ_BYTES)
+            data = os.read(self._fd, self._most)
+            self._most = READ_BYTES if len(data) == self._most else STEP_BYTES
             if not data:
                 self._check_whole()
                 return None
@@ -76,9 +80,9 @@ class SharedWriter:
         self._changed = threading.Condition()
         self._closed = False
 
-    def post(self, frame: Frame) -> None:
+    def post(self, *frames: Frame) -> None:
         """Never waits for the other end. Raises LinkBroken when nobody reads, ProtocolError for a bad frame."""
-        buffers = [part for part in encode(frame) if len(part)]
+        buffers = [part for frame in frames for part in encode(frame) if len(part)]
         with self._changed:
             idle = not self._unsent
             self._unsent += buffers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import trio
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _CANCEL = 0x8
 SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
+BUNDLE_FRAMES = 16
+"""What came in one write is read in one go, so many frames at a time: a pass of the scheduler between any two would be
+paid by every token, and one peer's thousands of frames must not keep all others waiting."""
 NOT_FOR_IT, REMOVED, TOO_MANY = 403, 410, 429
 """Statuses that turn a channel down: by what its opener's certificate is for, because that node was removed from the
 swarm, by how many connections it has."""
@@ -61,8 +65,13 @@ class DirectChannel(Channel):
         self._frames: deque[Frame] = deque()
         self._inbox: deque[h2s.Data] = deque()
         self._arrived = trio.Event()
+        self._take_at_once: Callable[[Frame], bool] | None = None
+        self._thrown: Exception | None = None
+        """By it; nothing more is read."""
         self._ended = False
         self._broken: SwarmError | None = None
+        self._without_pause = 0
+        """Frames in a row that were at hand, so that their reader let nobody else run."""
         self._slow: tuple[float, int] | None = None
         """While a frame is awaited that has begun: since when, and from how many of its bytes on."""
         self._unreadable: ProtocolError | None = None
@@ -81,15 +90,19 @@ class DirectChannel(Channel):
         self._queue(frame)
         await trio.lowlevel.cancel_shielded_checkpoint()  # the writer gets its turn now, not after the caller
 
-    def send_nowait(self, frame: Frame) -> None:
+    def send_nowait(self, *frames: Frame) -> None:
         if self._full:
             raise Overloaded(f"more than {limits.SEND_QUEUE_BYTES} bytes wait on a {self.kind} channel")
-        self._queue(frame)
+        self._queue(*frames)
 
     async def receive(self) -> Frame:
-        if self._frames or self._inbox:
+        self._without_pause += 1
+        if self._without_pause > BUNDLE_FRAMES or (self._inbox and not self._frames):
             await trio.lowlevel.checkpoint()
+            self._without_pause = 0
         while not self._frames:
+            if self._thrown is not None:
+                raise self._thrown
             if self._unreadable is not None:
                 raise ProtocolError(self._unreadable.message)
             if self._inbox:
@@ -103,8 +116,12 @@ class DirectChannel(Channel):
                 await self._more()
         return self._unless_refused(self._frames.popleft())
 
+    def take_at_once(self, take: Callable[[Frame], bool]) -> None:
+        self._take_at_once = take
+
     async def _more(self) -> None:
         """Wait for bytes: without end between two frames, with a minimum rate inside one."""
+        self._without_pause = 0
         if not self._decoder.buffered:
             await self._arrived.wait()
             return
@@ -145,14 +162,14 @@ class DirectChannel(Channel):
     def _full(self) -> bool:
         return self._connection.session.queued_bytes(self._id) >= limits.SEND_QUEUE_BYTES
 
-    def _queue(self, frame: Frame) -> None:
+    def _queue(self, *frames: Frame) -> None:
         if self._broken is not None:
             raise type(self._broken)(self._broken.message)
-        encoded = encode(frame)
-        self._connection.note_frame()
-        self._connection.session.send(self._id, *encoded)
-        size = frame_size(encoded)
-        self.counts.gave(size)
+        encoded = [encode(frame) for frame in frames]
+        size = sum(map(frame_size, encoded))
+        self._connection.note_frames(len(frames))
+        self._connection.session.send(self._id, *chain.from_iterable(encoded))
+        self.counts.gave(size, len(frames))
         if size <= SMALL_FRAME_BYTES:
             self._connection.write_now()
         else:
@@ -187,6 +204,7 @@ class DirectChannel(Channel):
             self._connection.session.consumed(self._id, self._inbox.popleft().credit)
         self._decoder = FrameDecoder()
         self._unread.end()
+        self._take_at_once = None
         self._connection.forget(self._id, code)
 
     # -- called by the connection
@@ -197,8 +215,22 @@ class DirectChannel(Channel):
             self.fail(Overloaded(f"more than {self._unread.account.most_bytes} bytes of one node wait to be read"))
             self.abort()
             return
+        at_rest = not (self._frames or self._inbox or self._decoder.buffered)
         self._inbox.append(data)
-        self._notify()
+        if self._take_at_once is None or not at_rest or not self._handed_over(self._take_at_once):
+            self._notify()
+
+    def _handed_over(self, take: Callable[[Frame], bool]) -> bool:
+        """Whether nothing of what came is left for `receive`. No error of one channel's user gets to the reader."""
+        self._decode(self._inbox.popleft())
+        try:
+            while self._frames and self._frames[0].kind != "refuse" and take(self._frames[0]):
+                self._frames.popleft()
+        except Exception as error:
+            self._thrown, self._take_at_once = error, None
+            self._frames.clear()
+            return False
+        return not (self._frames or self._decoder.buffered or self._unreadable)
 
     def end(self) -> None:
         self._ended = True
@@ -258,9 +290,7 @@ class Connection:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write_all, nursery.cancel_scope)
-                self._fail_channels(await self._read_all())
-                nursery.cancel_scope.deadline = trio.current_time() + CHANNEL_CLOSE_S
-                self._close_after_writing()
+                nursery.start_soon(self._read_to_end, nursery.cancel_scope)
         finally:
             self._fail_channels(LinkBroken("the connection was closed"))
             self._ended.set()
@@ -286,10 +316,10 @@ class Connection:
             self._close_after_writing()
             await self._ended.wait()
 
-    def note_frame(self) -> None:
-        """One more is about to be written."""
+    def note_frames(self, n: int) -> None:
+        """So many more are about to be written."""
         if self._carrier is not None:
-            self._carrier.note_frames(1)
+            self._carrier.note_frames(n)
 
     def wake_writer(self) -> None:
         if self.session.wants_write or self._closing:
@@ -323,6 +353,12 @@ class Connection:
         self.wake_writer()
 
     # -- the reader
+
+    async def _read_to_end(self, scope: trio.CancelScope) -> None:
+        """A task of its own: to wake it within the caller's stack, all coroutines above it are resumed."""
+        self._fail_channels(await self._read_all())
+        scope.deadline = trio.current_time() + CHANNEL_CLOSE_S
+        self._close_after_writing()
 
     async def _read_all(self) -> SwarmError:
         try:

@@ -20,6 +20,7 @@ MAX_UNANSWERED = 1000
 
 _DATA, _HEADERS, _PRIORITY, _RST_STREAM, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = range(10)
 _END_STREAM = _ACK = 0x1
+_END_HEADERS = 0x4
 
 
 class Flood(ProtocolError):
@@ -54,6 +55,7 @@ class FloodGuard:
         """`stranger`: the peer has proved nothing and may open one channel, so it has next to nothing to reset."""
         self._skip = PREFACE_BYTES if server else 0
         self._head = bytearray()
+        self._in_headers = False
         self._unanswered = 0
         self._last_reset: int | None = None
         self._budgets = {
@@ -65,6 +67,11 @@ class FloodGuard:
             "empty DATA": Budget(100, 20),
             "tiny WINDOW_UPDATE": Budget(100, 20),
         }
+
+    @property
+    def at_rest(self) -> bool:
+        """Every frame that began has ended, and so has every block of headers."""
+        return not (self._skip or self._head or self._in_headers)
 
     def flushed(self) -> None:
         """Everything owed to the peer was taken for writing."""
@@ -97,6 +104,7 @@ class FloodGuard:
             raise ProtocolError(f"an HTTP/2 frame of {length} bytes was announced; allowed are {limits.H2_FRAME_BYTES}")
         self._skip = length
         kind, flags = head[3], head[4]
+        self._in_headers = kind in (_HEADERS, _PUSH, _CONTINUATION) and not flags & _END_HEADERS
         if kind == _DATA:
             if length == 0 and not flags & _END_STREAM:
                 self.spend("empty DATA", now)

@@ -20,11 +20,10 @@ from h2.settings import SettingCodes
 from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
 from swarmnode.wire import limits
 from swarmnode.wire.flood import Flood, FloodGuard
+from swarmnode.wire.h2_data import HEAD_BYTES, DataConnection, data_frame_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hyperframe.frame import Frame
 
     from swarmnode.wire.frames import Buffer
 
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 ChannelId = NewType("ChannelId", int)
 Headers = tuple[tuple[str, str], ...]
 PATH_PREFIX = "/channel/"
+CREDIT_BYTES = 32 << 10
+"""Of a channel: nothing beside its window, and some dozen steps' frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +98,8 @@ class _Outbound:
     """RST_STREAM goes out behind END_STREAM: the peer may stop sending."""
     remote_ended: bool = False
     local_ended: bool = False
-
-
-class _QuietConnection(h2.connection.H2Connection):
-    """h2 writes every frame it receives out as hexadecimal for a log that is off: a third of its time for our bodies.
-
-    The frame's own text is replaced on its way in; should h2 change inside, only the time comes back.
-    """
-
-    def _receive_frame(self, frame: Frame) -> list[h2.events.Event]:
-        frame._body_repr = str  # type: ignore[method-assign]
-        return super()._receive_frame(frame)
+    owed: int = 0
+    """Credit of what was consumed, not given back yet."""
 
 
 class H2Session:
@@ -117,14 +109,15 @@ class H2Session:
     def __init__(self, *, client: bool, stranger: bool = False, window_bytes: int = limits.STREAM_WINDOW_BYTES) -> None:
         """`window_bytes`: what the peer may send on one channel before any of it is consumed."""
         self._client = client
-        self._h2 = _QuietConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
+        self._h2 = DataConnection(h2.config.H2Configuration(client_side=client, header_encoding=None))
         self._guard = FloodGuard(server=not client, stranger=stranger)
         self._out: dict[ChannelId, _Outbound] = {}
+        self._credit_bytes = min(CREDIT_BYTES, window_bytes // 8)
         self._turns: deque[ChannelId] = deque()
         self._waiting: set[ChannelId] = set()
         self._closed = False
-        self._ready: list[bytes] = []
-        """What h2 wrote and nobody took yet."""
+        self._ready: list[Buffer] = []
+        """What is to be written and nobody took yet."""
         self._start(window_bytes)
         self._collect()
 
@@ -149,9 +142,12 @@ class H2Session:
         if self._closed:
             raise ProtocolError("the peer sent more after the connection was closed")
         try:
-            self._guard.inspect(memoryview(data), now)
-            events = self._translate(self._h2.receive_data(data), now)
-            self._collect()
+            view, at_rest = memoryview(data), self._guard.at_rest
+            self._guard.inspect(view, now)
+            events, done = self._take_data_frames(view) if at_rest else ([], 0)
+            if done < len(view):
+                events += self._translate(self._h2.receive_data(view[done:]), now)
+                self._collect()
             return events
         except h2.exceptions.ProtocolError as error:
             self.close(error.error_code)
@@ -159,6 +155,20 @@ class H2Session:
         except ProtocolError as error:
             self.close(ErrorCodes.ENHANCE_YOUR_CALM if isinstance(error, Flood) else ErrorCodes.PROTOCOL_ERROR)
             raise
+
+    def _take_data_frames(self, view: memoryview) -> tuple[list[Event], int]:
+        """Whole DATA frames at the front, and how many bytes they take; what follows is h2's."""
+        events: list[Event] = []
+        done = 0
+        while (found := data_frame_at(view, done)) is not None:
+            channel, size = ChannelId(found[0]), found[1]
+            out = self._out.get(channel)
+            if out is None or out.remote_ended or not self._h2.take_data(channel, size):
+                break
+            begin = done + HEAD_BYTES
+            done = begin + size
+            events.append(Data(channel, bytes(view[begin:done]), size))
+        return events, done
 
     def _translate(self, h2_events: Sequence[h2.events.Event], now: float) -> list[Event]:
         events: list[Event] = []
@@ -193,7 +203,7 @@ class H2Session:
     def _take_reset(self, event: h2.events.StreamReset, now: float) -> list[Event]:
         if not event.remote_reset:
             self._guard.spend("reset", now)
-        known = self._out.pop(ChannelId(event.stream_id), None)
+        known = self._forget(ChannelId(event.stream_id))
         return [Reset(ChannelId(event.stream_id), int(event.error_code or 0))] if known else []
 
     def _take_end(self, channel: ChannelId) -> list[Event]:
@@ -257,12 +267,20 @@ class H2Session:
 
     def reset(self, channel: ChannelId, code: int = ErrorCodes.CANCEL) -> None:
         """End a channel at once in both directions; what is queued is dropped. Unknown channels are ignored."""
-        if self._out.pop(channel, None) is not None and not self._closed:
+        if self._forget(channel) and not self._closed:
             self._h2.reset_stream(channel, code)
             self._collect()
 
     def consumed(self, channel: ChannelId, credit: int) -> None:
-        """A consumer took a `Data`: give its credit back (also for channels that are gone)."""
+        """A consumer took a `Data`: give its credit back, CREDIT_BYTES of it at a time (also for channels that are
+        gone)."""
+        out = self._out.get(channel)
+        if out is not None:
+            out.owed += credit
+            credit = out.owed
+            if credit < self._credit_bytes:
+                return
+            out.owed = 0
         if not self._closed:
             self._credit(channel, credit)
             self._collect()
@@ -297,7 +315,7 @@ class H2Session:
             self._waiting.discard(channel)
             written += self._send_some(channel)
         self._collect()
-        data = self._ready[0] if len(self._ready) == 1 else b"".join(self._ready)
+        data = b"".join(self._ready)
         self._ready = []
         self._guard.flushed()
         return data
@@ -325,7 +343,8 @@ class H2Session:
         if out.queued and allowed > 0:
             part = _take(out, allowed)
             sent = len(part)
-            self._h2.send_data(channel, part)
+            self._collect()
+            self._ready += [self._h2.head_of(channel, sent), part]
             if out.queued:
                 self._wake(channel)
         if out.finished and not out.queued:
@@ -341,7 +360,14 @@ class H2Session:
 
     def _forget_if_done(self, channel: ChannelId, out: _Outbound) -> None:
         if out.local_ended and out.remote_ended:
-            self._out.pop(channel, None)
+            self._forget(channel)
+
+    def _forget(self, channel: ChannelId) -> bool:
+        """Whether it was known. What it owes goes back: the connection's window is all channels'."""
+        out = self._out.pop(channel, None)
+        if out is not None and not self._closed:
+            self._credit(channel, out.owed)
+        return out is not None
 
     def _wake(self, channel: ChannelId) -> None:
         if channel not in self._waiting:

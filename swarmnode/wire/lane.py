@@ -6,16 +6,15 @@ What was sent is kept for a while, so that a link that drops and comes back goes
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import LinkBroken, ProtocolError
+from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
     from swarmnode.ids import RingId
     from swarmnode.ring.messages import Epoch
-    from swarmnode.wire.frames import Frame
-
 
 KEPT_BYTES = 8 << 20
 """Bodies of frames that were sent and are not acknowledged: a second of a 60 Mbit/s link. Beyond it the oldest go, and
@@ -92,10 +91,15 @@ class LaneSender:
     next_seq: int = field(default=0, init=False)
 
     def stamp(self, frame: Frame) -> Frame:
-        """The frame with ring, epoch, lane and seq in its header; the body is not touched."""
-        route = {"ring": self.ring, "epoch": list(self.epoch), "lane": self.lane, "seq": self.next_seq}
+        """The frame with ring, epoch, lane and seq in its header, first as in the table; the body is not touched."""
+        route: dict[str, object] = {
+            "ring": self.ring,
+            "epoch": list(self.epoch),
+            "lane": self.lane,
+            "seq": self.next_seq,
+        }
         self.next_seq += 1
-        return replace(frame, header={**frame.header, **route})
+        return Frame(frame.kind, {**route, **frame.header, **route}, frame.body, frame.checked)
 
     def advance(self, epoch: Epoch) -> None:
         """Go on under a later epoch; seq starts again."""

@@ -119,13 +119,19 @@ class Channel(ABC):
         """Queue a frame, waiting while the queue is full. Raises LinkBroken, ProtocolError."""
 
     @abstractmethod
-    def send_nowait(self, frame: Frame) -> None:
-        """Queue a frame; raises Overloaded when the queue is full, LinkBroken, ProtocolError."""
+    def send_nowait(self, *frames: Frame) -> None:
+        """Queue frames, all or none: small ones leave in one write. Raises Overloaded when the queue is full,
+        LinkBroken, ProtocolError."""
 
     @abstractmethod
     async def receive(self) -> Frame:
         """The next frame. Raises trio.EndOfChannel after a clean end, LinkBroken, ProtocolError, or the error the
         other side ended the channel with (a handler that raises SwarmError, a refused hello)."""
+
+    def take_at_once(self, take: Callable[[Frame], bool]) -> None:  # noqa: B027 - only links that are read by a task can
+        """Offer every frame to `take` as it arrives, in the task that reads the link: a pass of the scheduler less. It
+        must not wait; what it returns False for, and all that comes before `receive` has given that out, is left to
+        `receive`, as is everything on links that cannot do this. `receive` raises what `take` raises."""
 
     @abstractmethod
     async def flush(self) -> None:

@@ -20,18 +20,20 @@ class LinkMeter:
 
     _out: deque[tuple[int, float, int, bool]] = field(default_factory=deque, init=False)
     """(seq, when it was sent, bytes, nothing large was under way before it)"""
+    _large: int = field(default=0, init=False)
+    """How many of them are large."""
     _round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW), init=False)
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW), init=False)
 
     def sent(self, seq: int, n_bytes: int, now: float) -> None:
-        quiet = not any(other >= LARGE_BYTES for _, _, other, _ in self._out)
-        self._out.append((seq, now, n_bytes, quiet))
+        self._out.append((seq, now, n_bytes, not self._large))
+        self._large += n_bytes >= LARGE_BYTES
 
     def acknowledged(self, next_seq: int, now: float) -> None:
         """The other end has everything before `next_seq`; it says so as the last of it arrives."""
         newest: tuple[int, float, int, bool] | None = None
         while self._out and self._out[0][0] < next_seq:
-            newest = self._out.popleft()
+            newest = self._oldest()
         if newest is None or newest[0] != next_seq - 1:
             return
         _, sent_s, n_bytes, quiet = newest
@@ -44,11 +46,17 @@ class LinkMeter:
     def passed(self, next_seq: int) -> None:
         """The other end has everything before `next_seq`, perhaps for long: nothing is learned of the link."""
         while self._out and self._out[0][0] < next_seq:
-            self._out.popleft()
+            self._oldest()
+
+    def _oldest(self) -> tuple[int, float, int, bool]:
+        oldest = self._out.popleft()
+        self._large -= oldest[2] >= LARGE_BYTES
+        return oldest
 
     def forget(self) -> None:
         """The link was made anew: what was under way is sent again, at another time."""
         self._out.clear()
+        self._large = 0
 
     @property
     def round_trip_s(self) -> float | None:

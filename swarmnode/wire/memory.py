@@ -68,10 +68,10 @@ class MemoryChannel(Channel):
             await self._out.changed.wait()
         self._put(frame)
 
-    def send_nowait(self, frame: Frame) -> None:
+    def send_nowait(self, *frames: Frame) -> None:
         if self._out.queued >= _QUEUE_BYTES:
             raise Overloaded(f"more than {_QUEUE_BYTES} bytes wait on a {self.kind} channel")
-        self._put(frame)
+        self._put(*frames)
 
     async def receive(self) -> Frame:
         while not self._in.items:
@@ -127,11 +127,11 @@ class MemoryChannel(Channel):
         self._in.notify()
         self._out.notify()
 
-    def _put(self, frame: Frame) -> None:
+    def _put(self, *frames: Frame) -> None:
         self._raise_if_broken()
-        data = encode_bytes(frame)
-        self.counts.gave(len(data))
-        self._out.put(trio.current_time() + self.latency_s, data)
+        for data in [encode_bytes(frame) for frame in frames]:
+            self.counts.gave(len(data))
+            self._out.put(trio.current_time() + self.latency_s, data)
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:

@@ -60,14 +60,14 @@ class FramePipe:
         self._torn = False
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    def send_nowait(self, frame: Frame) -> None:
-        """Write what the pipe takes of a frame; what is `unsent` then needs a `send`, if only one of no frames.
+    def send_nowait(self, *frames: Frame) -> None:
+        """Write what the pipe takes of some frames; what is `unsent` then needs a `send`, if only one of no frames.
 
         Raises Overloaded while an earlier frame is unsent, LinkBroken as `send` does.
         """
         if self._unsent:
             raise Overloaded("the pipe to the worker is full")
-        self._queue((frame,))
+        self._queue(frames)
         self._write()
 
     @property
@@ -97,17 +97,33 @@ class FramePipe:
         """
         if self._frames:
             await trio.lowlevel.checkpoint()
+        elif not await self._receive_some():
+            return None
+        return self._frames.popleft()
+
+    async def receive_all(self) -> list[Frame]:
+        """As `receive`, but every frame that is at hand, and none at the end: what the worker wrote in one go."""
+        if self._frames:
+            await trio.lowlevel.checkpoint()
+        elif not await self._receive_some():
+            return []
+        frames = list(self._frames)
+        self._frames.clear()
+        return frames
+
+    async def _receive_some(self) -> bool:
+        """Read until a frame is whole; False at the end."""
         while not self._frames:
             data = await self._read()
             if not data:
                 if self._decoder.buffered:
                     raise LinkBroken("the worker's output ended inside a frame")
-                return None
+                return False
             self.counts.bytes_in += len(data)
             frames = self._decoder.feed(data)
             self.counts.frames_in += len(frames)
             self._frames.extend(frames)
-        return self._frames.popleft()
+        return True
 
     def close(self) -> None:
         """Close both ends; the worker takes the end of its input as the order to end. Waiting calls get LinkBroken."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 from swarmnode.api.replay import Replay
 from swarmnode.errors import ContextTooLong, InternalError, InvalidTemplate, ModelRestoring, Overloaded, StageLost
@@ -133,6 +134,19 @@ async def test_empty_deltas_make_no_chunk(gateway: Any) -> None:
     gateway.backend.replay = Replay(texts=("a", "", "", "b"))
     found = chunks((await gateway.chat(stream=True)).text)
     assert [c["choices"][0]["delta"].get("content") for c in found] == ["", "a", "b", None]
+
+
+async def test_a_client_that_reads_slowly_gets_every_token_in_order(gateway: Any) -> None:
+    """More than the sockets hold: chunks are written at once, then in part, then behind those that wait."""
+    texts = [f"{number}-" + "x" * 4000 for number in range(3000)]
+    gateway.backend.replay = Replay(texts=texts)
+    raw = await gateway.raw()
+    await raw.post(CHAT, _streamed())
+    await trio.sleep(0.3)
+    reply = await raw.reply()
+    assert reply.complete
+    found = [c["choices"][0]["delta"].get("content") for c in chunks(reply.body.decode())]
+    assert [text for text in found if text] == texts
 
 
 @pytest.mark.parametrize("silent", ["queue_s", "prefill_s"])

@@ -61,7 +61,7 @@ class Threads:
         write_byte_tokenizer(folder)
         self.pipeline: Any = Gated(TextPipeline(folder))
         self.done: SimpleQueue[Any] = SimpleQueue()
-        self.text = TextThread(RingId("r"), self.pipeline, self.done.put, self.done.put)
+        self.text = TextThread(RingId("r"), self.pipeline, self.done.put, self._post)
         self.prompts = PromptThread(self.pipeline, self.done.put, self._announce, self.done.put, limit)
         self.threads = [threading.Thread(target=run) for run in (self.text.run, self.prompts.run)]
         for thread in self.threads:
@@ -70,6 +70,10 @@ class Threads:
     def _announce(self, opened: Opened) -> None:
         self.done.put(opened)
         self.text.inbox.put(opened)
+
+    def _post(self, *frames: Frame) -> None:
+        for frame in frames:
+            self.done.put(frame)
 
     def next(self) -> Any:
         return self.done.get(timeout=PATIENCE_S)
@@ -120,6 +124,24 @@ def test_replies_go_on_while_a_prompt_is_read(threads: Threads) -> None:
     threads.pipeline.go_on.set()
     assert isinstance(threads.next(), Opened)
     assert isinstance(threads.next(), Open)
+
+
+def test_texts_of_one_step_are_posted_together(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    posts: SimpleQueue[list[str]] = SimpleQueue()
+    text = TextThread(
+        RingId("r"), TextPipeline(tmp_path), posts.put, lambda *frames: posts.put([f.header["text"] for f in frames])
+    )
+    for request in "ab":
+        text.inbox.put(Opened(RequestId(request), ()))
+    for request, token in zip("aba", b"xyz", strict=True):
+        text.inbox.put(Sampled(RequestId(request), token))
+    running = threading.Thread(target=text.run)
+    running.start()
+    assert posts.get(timeout=PATIENCE_S) == ["xz", "y"]
+    text.inbox.put(None)
+    running.join(PATIENCE_S)
+    assert posts.empty()
 
 
 def test_a_cancel_stays_behind_its_open_and_further_requests_are_refused_at_once(threads: Threads) -> None:

@@ -268,7 +268,11 @@ class Spoilt(Channel):
         self._held: list[Frame] = []
         self.kind, self.counts, self.welcome = inner.kind, inner.counts, inner.welcome
 
-    def send_nowait(self, frame: Frame) -> None:
+    def send_nowait(self, *frames: Frame) -> None:
+        for frame in frames:
+            self._send_one(frame)
+
+    def _send_one(self, frame: Frame) -> None:
         if frame.kind == "piece":
             self._sent += 1
             if self._sent == self._number and not self._effects:

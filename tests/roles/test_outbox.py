@@ -43,13 +43,13 @@ class TightChannel(Channel):
         self.send_nowait(frame)
         await trio.lowlevel.checkpoint()
 
-    def send_nowait(self, frame: Frame) -> None:
+    def send_nowait(self, *frames: Frame) -> None:
         if self.broken:
             raise LinkBroken("cut")
-        if not self.room:
+        if self.room < len(frames):
             raise Overloaded("full")
-        self.room -= 1
-        self.sent.append(frame)
+        self.room -= len(frames)
+        self.sent += frames
 
     async def receive(self) -> Frame:
         raise trio.EndOfChannel
@@ -77,8 +77,9 @@ async def test_frames_go_in_order_each_stamped_once_whatever_waits(seed: int) ->
     async with trio.open_nursery() as nursery:
         for round_number in range(30):
             for _ in range(dice.randrange(4)):
-                outbox.post(numbered(posted))
-                posted += 1
+                together = dice.randrange(1, 4)
+                outbox.post(*(numbered(posted + n) for n in range(together)))
+                posted += together
             if round_number == 3:
                 nursery.start_soon(outbox.run, channel)
             if dice.random() < 0.5:

@@ -17,6 +17,7 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
+from swarmnode.errors import LoadFailed
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import stage_host
 from swarmnode.roles.context import PeerResources
@@ -47,9 +48,16 @@ class HostedStage:
         settings = read_settings(folder, environ={})
         identity = Identity(NodeId("n"), BootId("b"), "attic", listen=("127.0.0.1:1",))
         context = node_context(identity, MemoryNetwork(), settings)
+        self.posted: list[list[str]] = []
+        """Kinds of frames, by the call that posted them."""
         self._send, self._receive = trio.open_memory_channel[Frame](1000)
         resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
-        self.host = StageHost(context, one_stage_load(manifest.files, "n"), resources, store, self._send.send_nowait)
+        self.host = StageHost(context, one_stage_load(manifest.files, "n"), resources, store, self._post)
+
+    def _post(self, *frames: Frame) -> None:
+        self.posted.append([frame.kind for frame in frames])
+        for frame in frames:
+            self._send.send_nowait(frame)
 
     async def next_of(self, *kinds: str) -> Frame:
         with trio.fail_after(PATIENCE_S):
@@ -78,6 +86,16 @@ async def test_a_worker_that_hangs_in_its_first_forward_is_killed(
         assert failed.header["code"] == "stage_lost"
         assert "SIGKILL" in failed.header["message"]
         await stage.next_of("unloaded")
+
+
+async def test_what_a_worker_says_in_one_go_leaves_in_one_go(tmp_path: Path) -> None:
+    stage = HostedStage(tmp_path, {"default": list(b"hi")})
+    texts = [Frame("text", {"request": request, "text": "x", "n": 1}) for request in "abc"]
+    stage.host._route_all([texts[0], Frame("stats", {}, pack_body({"running": 3})), *texts[1:]])
+    assert stage.posted == [["gauges"], ["text"] * 3]
+    with pytest.raises(LoadFailed, match="no memory"):
+        stage.host._route_all([texts[0], Frame("fatal", {"code": "load_failed", "message": "no memory"})])
+    assert stage.posted[2:] == [["text"]], "what came before the end is told"
 
 
 async def test_a_worker_that_was_stopped_is_noticed_though_it_has_nothing_to_do(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import trio
 
+from benchmarks import proxy
 from benchmarks.proxy import ProxiedAddress, delaying_proxy, measure_rtt_ms
 from swarmnode.wire.address import Address
 
@@ -17,7 +19,11 @@ async def echo(stream: trio.SocketStream) -> None:
         await stream.send_eof()
 
 
-async def test_every_byte_passes_delayed_and_counted(nursery: trio.Nursery) -> None:
+@pytest.mark.parametrize("most_queued", [1 << 30, 100_000])
+async def test_every_byte_passes_delayed_and_counted(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, most_queued: int
+) -> None:
+    monkeypatch.setattr(proxy, "MAX_QUEUED_BYTES", most_queued)
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     await nursery.start(trio.serve_listeners, echo, [listener])
     target = Address(*listener.socket.getsockname()[:2])

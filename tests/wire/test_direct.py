@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 from contextlib import asynccontextmanager, suppress
@@ -326,6 +327,34 @@ async def test_queued_frames_leave_in_one_write(attic: Identity, cellar: Identit
                 channel.send_nowait(Frame("end", {"session": number}))
             await channel.receive()
             assert writes == 1
+
+
+async def test_frames_sent_together_are_one_write_to_a_socket(
+    attic: Identity, cellar: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+
+    async def handler(kind: str, hello: Hello, channel: Channel) -> None:
+        got.extend([frame.header["session"] async for frame in channel])
+
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(PLAIN.listen, ANYWHERE, handler, cellar)
+        async with PLAIN.dial(address, "steps", attic) as channel:
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            writes = 0
+            write = os.write
+
+            def counted(fd: int, data: bytes) -> int:
+                nonlocal writes
+                writes += 1
+                return write(fd, data)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "write", counted)
+                channel.send_nowait(*(Frame("end", {"session": number}) for number in range(8)))
+            assert writes == 1
+        nursery.cancel_scope.cancel()
+    assert got == list(range(8))
 
 
 # -- sockets and addresses

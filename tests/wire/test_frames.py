@@ -12,9 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarmnode.errors import ProtocolError
+from swarmnode.ids import RingId
 from swarmnode.wire import limits
 from swarmnode.wire.bodies import pack_body, unpack_body
-from swarmnode.wire.frames import Frame, FrameDecoder, decode, encode, encode_bytes
+from swarmnode.wire.frames import LENGTH_BYTES, Frame, FrameDecoder, decode, encode, encode_bytes
+from swarmnode.wire.lane import LaneSender
 from swarmnode.wire.table import KINDS
 
 TENSOR = {"dtype": "bfloat16", "shape": [1, 3], "bytes": 6}
@@ -86,6 +88,18 @@ def test_body_is_a_view_and_routing_adds_keys_without_copying_it() -> None:
     assert frame.body.obj is data
     _, body = encode(Frame(frame.kind, {**frame.header, "lane": "act", "seq": 1}, frame.body))
     assert body is frame.body
+
+
+def test_a_frame_that_came_in_travels_on_as_one_that_was_made_here() -> None:
+    rows = {"sessions": [5], "gens": [0], "poss": [1], "ns": [1]}
+    made = Frame("tokens", {"lane": "tok", **rows, "tokens": [7]})
+    came = decode(encode_bytes(made)[LENGTH_BYTES:])
+    assert came.checked
+    assert not made.checked
+    on = [encode_bytes(LaneSender(RingId("r1"), "tok", (3, 0)).stamp(frame)) for frame in (made, came)]
+    assert on[0] == on[1]
+    with pytest.raises(ProtocolError, match="sessions"):
+        encode_bytes(Frame("tokens", {**came.header, "sessions": []}))
 
 
 def test_unknown_keys_are_left_out_and_unknown_kinds_named() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import h2.config
 import h2.connection
+import h2.events
 import hyperframe.frame as hf
 import pytest
 from hypothesis import example, given, settings
@@ -152,6 +153,91 @@ def test_credit_of_channels_that_are_gone_comes_back() -> None:
         settle(client, server)
     window = client.session._h2.outbound_flow_control_window
     assert window > limits.STREAM_WINDOW_BYTES * limits.MAX_CHANNELS // 2
+
+
+def test_credit_that_is_held_back_stalls_nobody_and_comes_back_with_the_channel() -> None:
+    window_bytes = 16 << 10
+    client, server = End(H2Session(client=True)), End(H2Session(client=False, window_bytes=window_bytes))
+    settle(client, server)
+    long_one = client.session.open_channel("/channel/steps")
+    client.send(long_one, bytes(100 * window_bytes))
+    settle(client, server)
+    assert len(server.got[long_one]) == 100 * window_bytes
+    part = bytes(window_bytes // 8 - 1)
+    for number in range(window_bytes * limits.MAX_CHANNELS // len(part) + 100):
+        channel = client.session.open_channel("/channel/steps")
+        client.send(channel, part)
+        client.session.finish(channel)
+        settle(client, server)
+        assert server.ended == {channel}, f"channel {number}"
+        server.session.finish(channel)
+        settle(client, server)
+        server.ended.clear()
+
+
+def data_frame(channel: int, size: int, flags: int = 0) -> bytes:
+    return size.to_bytes(3, "big") + bytes([0, flags]) + channel.to_bytes(4, "big") + bytes(size)
+
+
+def test_data_frames_go_their_short_way_and_the_windows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = pair()
+    channel = client.session.open_channel("/channel/steps")
+    settle(client, server)
+    long_way: list[str] = []
+    receive = h2.connection.H2Connection._receive_frame
+
+    def count(connection: h2.connection.H2Connection, frame: object) -> list[h2.events.Event]:
+        long_way.append(type(frame).__name__)
+        return receive(connection, frame)
+
+    monkeypatch.setattr(h2.connection.H2Connection, "_receive_frame", count)
+    server.auto_take = False
+    for end in (client, server):
+        end.send(channel, bytes(1000))
+    settle(client, server)
+    assert (len(server.got[channel]), long_way) == (1000, [])
+    assert client.session._h2.local_flow_control_window(channel) == limits.STREAM_WINDOW_BYTES - 1000
+    assert server.session._h2.remote_flow_control_window(channel) == limits.STREAM_WINDOW_BYTES - 1000
+    client.session.finish(channel)
+    settle(client, server)
+    assert long_way == ["DataFrame"], "the one that ends the stream"
+
+
+@pytest.mark.parametrize("size", [limits.H2_FRAME_BYTES, 1])
+def test_more_data_than_the_window_allows_ends_the_connection(size: int) -> None:
+    client, server = pair()
+    server.auto_take = False
+    channel = client.session.open_channel("/channel/steps")
+    settle(client, server)
+    for _ in range(limits.STREAM_WINDOW_BYTES // limits.H2_FRAME_BYTES):
+        server.receive(data_frame(channel, limits.H2_FRAME_BYTES))
+    with pytest.raises(ProtocolError, match="broke HTTP/2"):
+        server.receive(data_frame(channel, size))
+    assert server.session.closed
+
+
+def test_data_where_none_may_come_is_refused_on_the_short_way_too() -> None:
+    client, server = pair()
+    channel = client.session.open_channel("/channel/steps")
+    settle(client, server)
+    server.session.reset(channel)
+    settle(client, server)
+    server.receive(data_frame(channel, 5))  # it was under way: nobody hears of it
+    assert server.got[channel] == b""
+    with pytest.raises(ProtocolError):
+        server.receive(data_frame(channel + 98, 5))
+
+
+def test_data_within_a_block_of_headers_is_refused() -> None:
+    client, server = pair()
+    known = client.session.open_channel("/channel/steps")
+    settle(client, server)
+    client.session.open_channel("/channel/steps")
+    begun = bytearray(client.session.data_to_send())
+    begun[4] &= ~0x4  # END_HEADERS: it goes on in a CONTINUATION, which has to come next
+    server.receive(bytes(begun))
+    with pytest.raises(ProtocolError):
+        server.receive(data_frame(known, 5))
 
 
 def test_channels_take_turns() -> None:

@@ -12,7 +12,10 @@ import trio.testing
 from swarmnode.errors import InternalError, LinkBroken, Overloaded, ProtocolError, StageLost
 from swarmnode.ids import RingId
 from swarmnode.wire.address import Address
-from swarmnode.wire.frames import Frame
+from swarmnode.wire.connection import BUNDLE_FRAMES, DirectChannel
+from swarmnode.wire.deadlines import FRAME_S
+from swarmnode.wire.direct import DirectTransport
+from swarmnode.wire.frames import Frame, encode_bytes
 from swarmnode.wire.link import PROTOCOL, Identity, LinkOptions, Parameters
 from swarmnode.wire.traffic import Traffic
 
@@ -96,6 +99,117 @@ async def test_frames_come_back_in_order_and_are_counted(
     assert int(counted["bytes_out"]) > 50 * len("session")
     traffic.forget_ring("r1")
     assert traffic.snapshot() == []
+
+
+async def test_frames_sent_together_are_all_sent_or_none(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    address = await start(nursery, transport, echo, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(5)))
+        with pytest.raises(ProtocolError, match="session"):
+            channel.send_nowait(Frame("end", {"session": 5}), Frame("end", {"session": -1}))
+        channel.send_nowait(Frame("end", {"session": 6}))
+        assert [(await channel.receive()).header["session"] for _ in range(6)] == [0, 1, 2, 3, 4, 6]
+        assert channel.counts.frames_out == 7
+
+
+async def test_who_reads_many_frames_that_are_at_hand_lets_others_run(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    passes = 0
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await trio.lowlevel.checkpoint()
+            passes += 1
+
+    async def send(kind: str, hello: Hello, channel: Channel) -> None:
+        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(200)))
+        await channel.receive()
+
+    address = await start(nursery, transport, send, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        await channel.receive()
+        nursery.start_soon(count)
+        await trio.lowlevel.checkpoint()
+        before = passes
+        for _ in range(199):
+            await channel.receive()
+        assert passes - before >= 199 // (2 * BUNDLE_FRAMES)
+        channel.send_nowait(Frame("end", {"session": 0}))
+
+
+async def test_frames_offered_as_they_arrive_come_once_and_in_order(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    got: list[int] = []
+
+    def take(frame: Frame) -> bool:
+        if frame.header["session"] % 5 == 0:
+            return False
+        got.append(frame.header["session"])
+        return True
+
+    address = await start(nursery, transport, echo, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        channel.take_at_once(take)
+        for number in range(51):
+            channel.send_nowait(Frame("end", {"session": number}))
+            if number % 7 == 0:
+                await trio.testing.wait_all_tasks_blocked(0.001)
+        while got[-1:] != [50]:
+            got.append((await channel.receive()).header["session"])
+    assert got == list(range(51))
+
+
+async def test_what_goes_wrong_with_an_offered_frame_is_raised_where_frames_are_received(
+    attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    transport = DirectTransport(None)
+    address = await start(nursery, transport, echo, cellar)
+
+    def take(frame: Frame) -> bool:
+        raise KeyError("a bug")
+
+    async with transport.connect(address, attic) as link, link.open("steps") as other, link.open("steps") as channel:
+        channel.take_at_once(take)
+        channel.send_nowait(Frame("end", {"session": 1}), Frame("end", {"session": 2}))
+        with pytest.raises(KeyError, match="a bug"):
+            await channel.receive()
+        await other.send(Frame("end", {"session": 3}))
+        assert (await other.receive()).header["session"] == 3, "the connection has no part in it"
+
+
+@pytest.mark.parametrize("transport", ["streams"], indirect=True)
+async def test_an_offered_frame_that_comes_in_parts_may_take_its_time_but_not_stop(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery, autojump_clock: object
+) -> None:
+    got: list[int] = []
+
+    def take(frame: Frame) -> bool:
+        got.append(len(frame.body))
+        return True
+
+    async def dribble(kind: str, hello: Hello, channel: Channel) -> None:
+        assert isinstance(channel, DirectChannel)
+        encoded = encode_bytes(tensor(1000))
+        for part in (encoded[:300], encoded[300:], encoded[:300]):
+            channel._connection.session.send(channel._id, part)
+            channel._connection.wake_writer()
+            await trio.sleep(FRAME_S / 2)
+        await trio.sleep(10 * FRAME_S)
+
+    address = await start(nursery, transport, dribble, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        channel.take_at_once(take)
+        begun_s = trio.current_time()
+        got.append(len((await channel.receive()).body))
+        with pytest.raises(LinkBroken, match="a frame stopped coming"):
+            await channel.receive()
+        assert got == [1000]
+        assert trio.current_time() - begun_s == pytest.approx(2 * FRAME_S)
 
 
 async def test_a_frame_larger_than_all_windows_passes(

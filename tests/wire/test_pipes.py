@@ -68,6 +68,20 @@ async def test_the_end_of_a_workers_output_between_frames_is_clean() -> None:
     pipe.close()
 
 
+async def test_what_a_worker_wrote_in_one_go_comes_in_one_go() -> None:
+    pipe, worker_in, worker_out = pipes()
+    writer, said = SharedWriter(worker_out), [Frame("text", {"request": name, "text": name, "n": 1}) for name in "abc"]
+    writer.post(*said)
+    assert await pipe.receive_all() == said
+    writer.post(*said[:2])
+    assert await pipe.receive() == said[0]
+    assert await pipe.receive_all() == said[1:2]
+    os.close(worker_out)
+    assert await pipe.receive_all() == []
+    pipe.close()
+    os.close(worker_in)
+
+
 async def test_the_end_inside_a_frame_is_a_broken_link() -> None:
     pipe, worker_in, worker_out = pipes()
     os.write(worker_out, encode_bytes(tensor(100))[:50])
