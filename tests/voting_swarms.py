@@ -71,6 +71,14 @@ class Voters:
         else:
             start_again(self.local, name, "--voter", "--api-listen", api)
 
+    def start_elsewhere(self, name: str) -> None:
+        """A node that was killed, at whatever ports it gets."""
+        if name == FIRST:
+            self.local.start_coordinator()
+        else:
+            self.local.start_peers(name, extra=("--voter", *WITH_API))
+        self.apis[name] = str(self.ready(name)["api"])
+
     def close(self) -> None:
         self.swarm.close()
 

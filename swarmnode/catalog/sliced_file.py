@@ -1,7 +1,8 @@
 """A file of which a peer holds some chunks: a sparse file of the whole's size, and a mark for every chunk there.
 
 A chunk is written only after its sha256 was checked, and marked only once it is on the disk: what is marked is right,
-also after a power cut. The loader reads the file as any other; it asks only for tensors whose chunks were fetched.
+also after a power cut; and where somebody else wrote to the file since (`seal`), it is checked again. The loader reads
+the file as any other; it asks only for tensors whose chunks were fetched.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from swarmnode.catalog.chunks import ChunkList, parse_chunks
 from swarmnode.catalog.disk import full_disk_as_no_space
+from swarmnode.catalog.seal import is_sealed, seal
 from swarmnode.errors import Conflict, FetchFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 FLUSH_BYTES = 64 << 20
 """Fetched anew at most after a power cut."""
-_HERE = b"\1"
+_HERE, _MISSING = b"\1", b"\0"
 
 
 def marks_path(folder: Path, sha256: str, list_sha256: str) -> Path:
@@ -46,7 +48,10 @@ def read_marks(path: Path, count: int) -> bytes:
 class SlicedFile:
     """Owns the file until `close`, also across processes; raises Conflict while another load does."""
 
-    def __init__(self, entry: FileEntry, chunk_list: FileEntry, raw_list: bytes, folder: Path) -> None:
+    def __init__(
+        self, entry: FileEntry, chunk_list: FileEntry, raw_list: bytes, folder: Path, hashed: Callable[[int], None]
+    ) -> None:
+        """`hashed` hears how far the check is of what may have been spoiled."""
         self.entry = entry
         self.chunks: ChunkList = parse_chunks(raw_list, entry)
         self._file = _open(folder / entry.sha256, entry)
@@ -55,6 +60,7 @@ class SlicedFile:
             _lock(self._file, entry)
             self._marks_file = _open(marks_path(folder, entry.sha256, chunk_list.sha256), entry)
             self._marks = self._take_over()
+            self._check_unsealed(hashed)
         except BaseException:
             self._release()
             raise
@@ -102,9 +108,10 @@ class SlicedFile:
         self._written, self._unflushed_bytes = [], 0
 
     def close(self) -> None:
-        """Flush and give up the file."""
+        """Flush, seal and give up the file."""
         try:
             self.flush()
+            seal(self._file)
         finally:
             self._release()
 
@@ -124,8 +131,19 @@ class SlicedFile:
             if not sized or os.fstat(self._marks_file).st_size != count:
                 os.ftruncate(self._marks_file, 0)
                 os.ftruncate(self._marks_file, count)
-            os.ftruncate(self._file, self.entry.size)
+            if not sized:
+                os.ftruncate(self._file, self.entry.size)
         return bytearray(os.pread(self._marks_file, count, 0))
+
+    def _check_unsealed(self, hashed: Callable[[int], None]) -> None:
+        """Somebody else wrote to it, or a fetch was killed before it could seal it: what is wrong is here no more."""
+        if is_sealed(self._file):
+            return
+        for index in [index for index, mark in enumerate(self._marks) if mark]:
+            if hashlib.sha256(self.read(index)).digest() != self.chunks.digests[index]:
+                self._marks[index] = 0
+                os.pwrite(self._marks_file, _MISSING, index)
+            hashed(self.chunks.ends[index])
 
     def _release(self) -> None:
         for descriptor in (self._file, self._marks_file):

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from swarmnode.catalog.chunks import MAX_LIST_BYTES, parse_chunks
 from swarmnode.catalog.disk import check_space, full_disk_as_no_space
+from swarmnode.catalog.seal import is_sealed, seal
 from swarmnode.catalog.sliced_file import SlicedFile, marks_path, read_marks
 from swarmnode.errors import Conflict, FetchFailed
 from swarmnode.ids import parse_model_id
@@ -51,6 +52,17 @@ class ShardStore:
         """Whether the whole file is here; it was checked before it got its place."""
         return _plain_size(self._blobs / entry.sha256) == entry.size
 
+    def check_again(self, entries: Iterable[FileEntry], hashed: Callable[[int], None] = lambda _: None) -> None:
+        """Remove what somebody wrote to since it was checked and is wrong now: it counts as one that never was here.
+
+        `hashed` hears how far that is. Raises FetchFailed for what cannot be read.
+        """
+        for entry in entries:
+            blob = self._blobs / entry.sha256
+            with _as_fetch_failed(entry):
+                if self.have(entry) and not is_sealed(blob):
+                    _seal_or_remove(blob, entry, hashed)
+
     def missing(self, entries: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
         """The files that are not here yet, each content once."""
         return tuple(entry for entry in {e.sha256: e for e in entries}.values() if not self.have(entry))
@@ -76,9 +88,11 @@ class ShardStore:
             return None
         return partial
 
-    def open_slice(self, entry: FileEntry, chunk_list: FileEntry) -> SlicedFile:
-        """Own a file that is fetched by chunks; `chunk_list` must be here. Raises Conflict as `begin` does."""
-        return SlicedFile(entry, chunk_list, self._read_list(chunk_list), self._slices)
+    def open_slice(
+        self, entry: FileEntry, chunk_list: FileEntry, hashed: Callable[[int], None] = lambda _: None
+    ) -> SlicedFile:
+        """Own a file that is fetched by chunks; `chunk_list` must be here. `hashed` and Conflict as `begin`'s."""
+        return SlicedFile(entry, chunk_list, self._read_list(chunk_list), self._slices, hashed)
 
     def marks(self, entry: FileEntry, chunk_list: FileEntry) -> bytes:
         """A byte for each chunk of a file, 1 where it is here and checked; empty where its list is not here."""
@@ -182,6 +196,7 @@ class PartialFile:
                 "the file was removed and has to be fetched again"
             )
         with full_disk_as_no_space(f"fetching {self.entry.path}"):
+            seal(self._file.fileno())
             os.fsync(self._file.fileno())
             self._path.replace(self._target)
         self.close()
@@ -209,13 +224,28 @@ class PartialFile:
         """Hash what an earlier download left; something longer than the file cannot be its beginning."""
         if os.fstat(self._file.fileno()).st_size > self.entry.size:
             self._file.truncate(0)
-        size = 0
         self._file.seek(0)
-        while chunk := self._file.read(_HASH_BYTES):
-            self._digest.update(chunk)
-            size += len(chunk)
-            hashed(size)
-        return size
+        return _hash_into(self._digest, self._file, hashed)
+
+
+def _hash_into(digest: hashlib._Hash, file: IO[bytes], hashed: Callable[[int], None]) -> int:
+    """Hash the rest of an open file; returns its bytes, which `hashed` hears the number of as they grow."""
+    size = 0
+    while chunk := file.read(_HASH_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+        hashed(size)
+    return size
+
+
+def _seal_or_remove(blob: Path, entry: FileEntry, hashed: Callable[[int], None]) -> None:
+    with blob.open("rb", buffering=0) as file:
+        digest = hashlib.sha256()
+        _hash_into(digest, file, hashed)
+        if digest.hexdigest() == entry.sha256:
+            seal(file.fileno())
+        elif os.path.samestat(os.fstat(file.fileno()), blob.stat()):  # else another load has fetched it meanwhile
+            blob.unlink()
 
 
 def _open_locked(path: Path, entry: FileEntry) -> IO[bytes]:

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 async def fetch_files(
     context: NodeContext, spec: LoadSpec, store: ShardStore, report: Callable[[str, int, int], None]
 ) -> frozenset[str]:
-    """Bring what the store lacks of the files of `spec`; returns the paths of those of which it has the stage's part.
+    """Bring what the store lacks of the files of `spec`, or what was spoilt there; returns the paths of those of which
+    it has the stage's part.
 
     Shards of older imports, which have no list of chunks, are brought whole. Raises FetchFailed, NoSpace, LinkBroken,
     or InvalidModel where neither the coordinator nor a peer or another voter has them.
     """
     progress = FetchProgress(report)
+    await trio.to_thread.run_sync(store.check_again, spec.files, progress.hashed)
     lists = chunk_lists(spec.files)
     sliced = {entry.path: entry for entry in spec.files if entry.path in lists and not store.have(entry)}
     whole = [entry for entry in spec.files if entry.path not in sliced]

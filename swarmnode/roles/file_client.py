@@ -51,6 +51,10 @@ class FetchProgress:
             self._reported_s = now
             self._report("fetching", self._done, self._total)
 
+    def hashed(self, _: int) -> None:
+        """The same as `add(0)`, from a thread that hashes what is here; there, it raises when the load is cancelled."""
+        trio.from_thread.run_sync(self.add, 0)
+
 
 async def fetch_whole(
     channel: Channel, model: ModelId, missing: Iterable[FileEntry], store: ShardStore, progress: FetchProgress
@@ -91,13 +95,9 @@ async def fetch_file(
 
 async def _begin(store: ShardStore, entry: FileEntry, progress: FetchProgress) -> PartialFile | None:
     """Own the file's download; while another load of this store fetches it, wait for that one."""
-
-    def hashed(_: int) -> None:
-        trio.from_thread.run_sync(progress.add, 0)
-
     while True:
         try:
-            return await trio.to_thread.run_sync(store.begin, entry, hashed)
+            return await trio.to_thread.run_sync(store.begin, entry, progress.hashed)
         except Conflict:
             progress.add(0)
             await trio.sleep(SHARED_WAIT_S)

@@ -9,6 +9,7 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from swarmnode.errors import FetchFailed
 from swarmnode.wire.address import parse_address
 from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.routes import DIRECT
@@ -44,5 +45,6 @@ def followers(context: NodeContext) -> Sequence[Way[Channel]]:
 
 
 def leave(spec: LoadSpec, source: str, error: Exception) -> None:
-    """Name in the log whom nothing more is asked of."""
-    _log.info("%s: nothing more is fetched from %s: %s", spec.model, source, str(error) or "it is too slow")
+    """Name in the log whom nothing more is asked of: people hear of one that gave something else than it said."""
+    level = logging.WARNING if isinstance(error, FetchFailed) else logging.INFO
+    _log.log(level, "%s: nothing more is fetched from %s: %s", spec.model, source, str(error) or "it is too slow")

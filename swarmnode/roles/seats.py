@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -12,6 +13,7 @@ from swarmnode.errors import Conflict, Forbidden, SwarmError
 from swarmnode.roles.enrolment import VOTER_ROLES, own_request, places_of
 from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import ApiUrl, parse_address, parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.routes import DIRECT
@@ -21,16 +23,19 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
     from swarmnode.cluster.voter_book import VoterBook
+    from swarmnode.ids import NodeId
     from swarmnode.roles.dialing_back import DialBacks
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.swarm_state import SwarmState
-    from swarmnode.roles.voting import Voting
+    from swarmnode.roles.voting import Caller, Voting
     from swarmnode.wire.certificates import NodeCertificate
     from swarmnode.wire.link import Channel, Hello
 
 CHECK_S = 0.5
 """How soon a node that holds everything gets its vote."""
 MAX_PLACES = 8
+LOOK_AGAIN_S = 30.0
+"""A voter that says that it moved, and is not reached there, may be so in a while: a firewall, a router's new rule."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +64,8 @@ class Seats:
         self._dial_backs = dial_backs
         self._admits = admits
         self._emit = emit
+        self._looked_s: dict[NodeId, float] = {}
+        """When a voter was last dialled where it says it is now."""
 
     async def run(self) -> None:
         while True:
@@ -71,6 +78,8 @@ class Seats:
     async def _put_right(self) -> None:
         if self._state.seats.get(self._me.node) != self._me:
             await self._state.change_seats(lambda seats, _: seats.seat(self._me))
+        for caller in [*self._voting.callers.values()]:
+            await self._follow_move(caller)
         seated = frozenset(record.node for record in self._state.seats.records())
         await self._voting.seat(seated)
         may_vote = seated - self._voting.blank  # who lost its disk comes in anew, when its removal has reached it
@@ -78,6 +87,31 @@ class Seats:
         if wanted is not None:
             await self._state.change_voters(wanted)
             self._emit("voters_changed", {"voters": self._state.voter_names(wanted)})
+
+    async def _follow_move(self, caller: Caller) -> None:
+        """A node that may coordinate came back at another address, where nobody looks for it: it dials the others, and
+        is dialled back as when it got its seat."""
+        here, now = caller.identity, trio.current_time()
+        seat = self._state.seats.get(here.node)
+        if seat is None or not here.listen or {*here.listen} <= {*seat.places}:
+            return
+        if now - self._looked_s.get(here.node, -LOOK_AGAIN_S) < LOOK_AGAIN_S:
+            return
+        self._looked_s[here.node] = now
+        try:
+            listen = tuple(str(parse_address(text)) for text in here.listen)
+            await self._dial_backs.dial(here, caller.source)
+        except SwarmError as error:
+            _log.warning("%s says that it is at %s now: %s", seat.name, ", ".join(here.listen), error)
+            return
+        apis = (place for place in seat.places if isinstance(parse_place(place), ApiUrl))
+        moved = replace(seat, places=(*listen, *apis)[:MAX_PLACES])
+        await self._state.change_seats(lambda seats, _: seats.seat(moved))
+        self._tell_seated(moved)
+
+    def _tell_seated(self, record: Seated) -> None:
+        self._emit("seated", {"name": record.name, "places": list(record.places)})
+        self._told()
 
     def voter_links(self) -> list[dict[str, object]]:
         """Who votes besides this node, by `node` and `name`, and whether the link to it is `up`."""
@@ -122,8 +156,7 @@ class Seats:
             return seats.seat(record)
 
         if await self._state.change_seats(edit):
-            self._emit("seated", {"name": record.name, "places": list(record.places)})
-            self._told()
+            self._tell_seated(record)
         return Frame("seat", {}, pack_body({"certificate": certs.to_der(certificate), "key": key}))
 
 

@@ -90,7 +90,7 @@ async def _open(store: ShardStore, shard: Shard, progress: FetchProgress) -> Sli
     """Own the shard; while another load of this store fetches from it, wait for that one."""
     while True:
         try:
-            return await trio.to_thread.run_sync(store.open_slice, shard.entry, shard.chunk_list)
+            return await trio.to_thread.run_sync(store.open_slice, shard.entry, shard.chunk_list, progress.hashed)
         except Conflict:
             progress.add(0)
             await trio.sleep(SHARED_WAIT_S)

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -27,6 +28,7 @@ from swarmnode.cluster.election_messages import (
 from swarmnode.errors import Conflict, NoSpace, NotCoordinator, ProtocolError
 from swarmnode.roles.voter_links import VoterLinks
 from swarmnode.wire.nursery import open_flat_nursery
+from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from swarmnode.ids import NodeId
     from swarmnode.roles.ballot import Ballot
     from swarmnode.wire.dialing import Way
-    from swarmnode.wire.link import Channel, Hello
+    from swarmnode.wire.link import Channel, Hello, Identity
 
 WRITE_S = 2 * QUORUM_S
 """A coordinator that has no majority has stepped down by then."""
@@ -47,6 +49,14 @@ _log = logging.getLogger(__name__)
 def boot_s() -> float:
     """Seconds of a clock that goes on while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who dialled, as its HELLO says, and the address its packets came from; none where a tunnel brought them."""
+
+    identity: Identity
+    source: str
 
 
 class Voting:
@@ -74,6 +84,8 @@ class Voting:
         stored = ballot.read((node,) if begins else ())
         self._election = Election(node, stored, clock(), random.Random().random)
         self._links = VoterLinks(ways, self._arrived)
+        self.callers: dict[NodeId, Caller] = {}
+        """The nodes that may coordinate, too, and have dialled this one; a voter that moved is known by it alone."""
         self._one_at_a_time = trio.Lock()
         self._changed = trio.Event()
         self._seated: frozenset[NodeId] = frozenset()
@@ -173,7 +185,13 @@ class Voting:
         certified = channel.certified
         if certified is not None and "coordinator" not in certified.roles:
             raise ProtocolError(f"node {certified.node:.8} is not certified to coordinate")
-        await self._links.serve(hello.identity.node, channel)
+        caller = Caller(hello.identity, channel.source if channel.route == DIRECT else "")
+        self.callers[hello.identity.node] = caller
+        try:
+            await self._links.serve(hello.identity.node, channel)
+        finally:
+            if self.callers.get(hello.identity.node) is caller:
+                del self.callers[hello.identity.node]
 
     async def _arrived(self, sender: NodeId, message: VoterMessage) -> None:
         with suppress(NoSpace):  # then it is not answered, as if it were lost

@@ -180,6 +180,27 @@ def test_marks_of_another_file_or_list_do_not_count(sliced: Sliced, tmp_path: Pa
         assert file.missing(range(3)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_chunks_that_somebody_wrote_to_are_found_and_are_here_no_more(
+    sliced: Sliced, tmp_path: Path, spoilt: int
+) -> None:
+    looked: list[int] = []
+    with sliced.store.open_slice(sliced.entry, sliced.chunk_list) as file:
+        for index, part in enumerate(sliced.parts):
+            file.write(index, part)
+    sliced.store.open_slice(sliced.entry, sliced.chunk_list, looked.append).close()
+    assert looked == [], "nobody did"
+    with (tmp_path / "peer" / "slices" / sliced.entry.sha256).open("r+b") as raw:
+        raw.seek(len(b"".join(sliced.parts[:spoilt])))
+        raw.write(b"!")
+    with sliced.store.open_slice(sliced.entry, sliced.chunk_list, looked.append) as file:
+        assert file.missing(range(3)) == [spoilt]
+        file.write(spoilt, sliced.parts[spoilt])
+    assert len(looked) == 3
+    sliced.store.open_slice(sliced.entry, sliced.chunk_list, looked.append).close()
+    assert (sliced.marks(), len(looked)) == ([1, 1, 1], 3), "and not looked at again"
+
+
 def test_only_checked_ranges_are_shared(sliced: Sliced) -> None:
     with sliced.store.open_slice(sliced.entry, sliced.chunk_list) as file:
         file.write(0, sliced.parts[0])

@@ -258,3 +258,18 @@ def test_a_disk_that_fills_up_keeps_what_it_took(store: ShardStore, monkeypatch:
     again.write(CONTENT[10:])
     again.finish()
     assert store.have(entry)
+
+
+def test_a_file_that_somebody_wrote_to_is_checked_again_and_once(store: ShardStore, tmp_path: Path) -> None:
+    good, bad = fetch(store, CONTENT), fetch(store, CONTENT[::-1])
+    looked: list[int] = []
+    store.check_again([good, bad], looked.append)
+    assert looked == [], "nobody did"
+    for entry, data in ((good, CONTENT[:1]), (bad, CONTENT[:1])):
+        with (tmp_path / "peer" / "blobs" / entry.sha256).open("r+b") as file:
+            file.write(data)
+    store.check_again([good, bad], looked.append)
+    assert (store.have(good), store.missing([bad])) == (True, (bad,))
+    assert looked == [len(CONTENT)] * 2
+    store.check_again([good, bad], looked.append)
+    assert looked == [len(CONTENT)] * 2, "what is right is sealed again"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,6 +17,7 @@ from voting_swarms import FAILOVER_S, FIRST, SECOND, SERVED_S, THIRD, VOTERS, WI
 from swarmnode.cli.client import ApiClient
 from swarmnode.cluster.ring_life import ADOPT_S, UNLOAD_S
 from swarmnode.errors import SwarmError
+from swarmnode.wire.address import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -236,6 +238,34 @@ def test_of_two_nodes_the_second_goes_on_when_a_person_says_so(tmp_path: Path, m
         wait_until(lambda: answers(local.api, token), "the one that was given up follows", SERVED_S)
     finally:
         swarm.close()
+
+
+def test_voters_that_come_back_at_other_ports_are_found_again(voters: Voters) -> None:
+    """Each one's port is another program's by then: first that of one that follows, then the coordinator's own."""
+    with ExitStack() as taken:
+        for name, coordinates in ((SECOND, FIRST), (FIRST, None)):
+            before = parse_address(str(voters.ready(name)["swarm"]))
+            voters.node(name).kill()
+            taken.enter_context(socket.create_server((before.host, before.port)))
+            if coordinates is None:
+                wait_until(lambda: voters.successor() is not None, "one of the others coordinates", FAILOVER_S)
+                coordinates = voters.successor()
+            assert coordinates is not None
+            voters.start_elsewhere(name)
+            assert voters.ready(name)["swarm"] != str(before)
+            with closing(voters.admin(coordinates)) as admin:
+                wait_until(lambda a=admin: linked(a), "every voter is linked", SERVED_S)  # type: ignore[misc]
+        third = {*VOTERS} - {FIRST, coordinates}
+        voters.node(coordinates).kill()
+        wait_until(
+            lambda: voters.successor() in {FIRST, *third}, "it counts: without it there is no majority", FAILOVER_S
+        )
+
+
+def linked(admin: ApiClient) -> bool:
+    """All three vote, and whoever coordinates reaches both others."""
+    nodes = admin.get("/api/v1/nodes")
+    return len(nodes["voters"]) == 3 and [link["up"] for link in nodes["voter_links"]] == [True, True]
 
 
 def test_without_a_majority_nothing_is_acknowledged(voters: Voters) -> None:
