@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from sims import timeline
 from sims.timeline import Stuck, Timeline, Violation
-from swarmnode.cluster.local_health import TICK_S, LocalHealth
+from swarmnode.cluster.local_health import LATE_S, TICK_S, LocalHealth
 from swarmnode.cluster.member_table import Heading, KnownMembers
 from swarmnode.cluster.membership import (
+    AWAIT_S,
     BEAT_INTERVAL_S,
     DEAD_S,
+    NOT_HEARD,
     RETURN_S,
     Connected,
     Heard,
@@ -47,7 +49,7 @@ STEADY_S = 12.0
 """After a stall a coordinator has its whole patience back: a score of at most 7 falls by one a second."""
 SLACK_S = 2.0
 """A tick, and one in which it reads after a stall."""
-COORDINATOR, NO_BOOT = NodeId("coordinator"), BootId("")
+COORDINATOR = NodeId("coordinator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Host:
 
     node: NodeId
     incarnation: int = 0
-    boot: BootId = NO_BOOT
+    boot: BootId = NOT_HEARD
     running: bool = False
     paused: bool = False
     inbox: list[Sent] = field(default_factory=list)
@@ -149,7 +151,8 @@ class Arrivals:
 class MembersWorld(Timeline):
     """Runs a coordinator and its members, and raises Violation where a promise is broken.
 
-    1. Nobody dies of silence while what it sent is unread, or before DEAD_S in which the coordinator could hear it.
+    1. Nobody dies of silence while what it sent is unread, or before DEAD_S in which the coordinator could hear it; of
+       those that a new coordinator expects nobody before AWAIT_S.
     2. Whoever is silent for that long is dead, and whoever gets no answer for as long looks for another coordinator.
     3. What was sent before a death, or by an earlier process, brings nobody back.
     4. No copy of the table goes back to an earlier one.
@@ -195,10 +198,12 @@ class MembersWorld(Timeline):
     # the coordinator
 
     def succeed(self) -> None:
-        """A new coordinator, which knows nobody; every connection of the one before is closed."""
+        """A new coordinator, which was one of the members; every connection of the one before is closed."""
         membership, roll, _ = self._kinds
+        elected = self.random.choice(list(self.hosts.values()))
         self.term += 1
         self.roll = roll(self.term, membership())
+        self.roll.inherit(elected.known.rows.values(), self.now_s)
         self.health = LocalHealth()
         self.links: dict[NodeId, int] = {}
         """The latest of each host."""
@@ -208,6 +213,7 @@ class MembersWorld(Timeline):
         self._inbox.clear()
         self._backlog.clear()
         self._paused_s, self._awake_since_s = None, self.now_s
+        self._began_s = self._listened_s()
         self.slow = self._was_slow = False
         self._hang_up_all()
         self._tick_coordinator(self.term)
@@ -371,6 +377,9 @@ class MembersWorld(Timeline):
     # its promises
 
     def _check_change(self, event: StateChanged) -> None:
+        if event.boot == NOT_HEARD:
+            self._check_awaited(event)
+            return
         arrivals, process = self.arrivals[event.node], _process(event.boot)
         if event.state is NodeState.ALIVE:
             if process < arrivals.boot:
@@ -384,6 +393,14 @@ class MembersWorld(Timeline):
             if self._reading is None:  # else another process of it was heard, or it said goodbye
                 self._check_death(event, arrivals)
 
+    def _check_awaited(self, event: StateChanged) -> None:
+        waited_s = self._listened_s() - self._began_s
+        overlooked_s = (TICK_S + LATE_S) * self._stalls
+        if event.state is not NodeState.DEAD or waited_s < AWAIT_S - overlooked_s - 1e-6:
+            raise Violation(
+                f"{event.node}, which was expected, was declared {event.state.value} after {waited_s:.1f} s"
+            )
+
     def _check_death(self, event: StateChanged, arrivals: Arrivals) -> None:
         node, parted_s = event.node, arrivals.parted_s
         if arrivals.unread[event.boot] and not (parted_s is not None and self._was_slow):
@@ -395,11 +412,14 @@ class MembersWorld(Timeline):
             raise Violation(f"{node} was declared dead after {silent_s:.1f} s of silence")
 
     def _check_noticed(self) -> None:
-        if self.slow or self.now_s - self._awake_since_s < STEADY_S:
+        awake_s = self.now_s - self._awake_since_s
+        if self.slow or awake_s < STEADY_S:
             return
         for node, arrivals in self.arrivals.items():
-            silent_s = self._listened_s() - arrivals.read_s
-            if silent_s > DEAD_S + SLACK_S and self.roll.members.state(node) is not NodeState.DEAD:
+            awaited = self.roll.members.awaits(node)
+            silent_s = awake_s if awaited else self._listened_s() - arrivals.read_s
+            allowed_s = (AWAIT_S if awaited else DEAD_S) + SLACK_S
+            if silent_s > allowed_s and self.roll.members.state(node) is not NodeState.DEAD:
                 raise Violation(f"{node} is silent for {silent_s:.1f} s and not dead")
 
     # hosts

@@ -97,6 +97,12 @@ class TokenRevoked(SwarmError):
     code, status = "token_revoked", 401
 
 
+class MembersAwaited(SwarmError):
+    """What was asked for needs nodes that a coordinator, elected a moment ago, has not heard yet."""
+
+    code, status, retryable = "members_awaited", 503, True
+
+
 class Conflict(SwarmError):
     """The object is in a state that does not allow the call (already loading, still running)."""
 

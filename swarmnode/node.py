@@ -130,8 +130,9 @@ class _Node:
 
     async def run(self) -> None:
         kept = NodeIdentity.open(self._settings.data_dir)
-        identity = _identity(self._options, kept.node, kept.next_incarnation())
+        identity = _identity(self._options, kept.node)
         await self._become_member(kept, identity)
+        identity = replace(identity, incarnation=kept.next_incarnation())
         ballot = Ballot(self._settings.data_dir / STATE_FILE)
         may_coordinate = COORDINATOR in self._options.roles or self._options.voter or ballot.exists
         authority = SwarmAuthority.kept(kept)
@@ -377,13 +378,12 @@ def _end_in_time(scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-def _identity(options: NodeOptions, node: NodeId, incarnation: int) -> Identity:
+def _identity(options: NodeOptions, node: NodeId) -> Identity:
     return Identity(
         node=node,
         boot=BootId(uuid.uuid4().hex),
         name=options.name or _host_name(os.uname().nodename, node),
         roles=options.roles,
-        incarnation=incarnation,
     )
 
 

@@ -155,12 +155,13 @@ def _restoring_metrics(models: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
 
 
 def _node_metrics(nodes: Mapping[str, Any]) -> Iterator[Metric]:
-    peers = GaugeMetricFamily("swarmnode_peers", "Connected peers by state.", labels=["state"])
+    peers = GaugeMetricFamily("swarmnode_peers", "Peers by state; those awaited are not connected.", labels=["state"])
     for state, number in Counter(str(peer.get("state")) for peer in nodes.get("peers") or ()).items():
         peers.add_metric([state], number)
     yield peers
     links = GaugeMetricFamily("swarmnode_links", "Peers by the way they reach the coordinator.", labels=["route"])
-    for route, number in Counter(str(peer.get("route")) for peer in nodes.get("peers") or ()).items():
+    routes = (str(peer["route"]) for peer in nodes.get("peers") or () if peer.get("route"))
+    for route, number in Counter(routes).items():
         links.add_metric([route], number)
     yield links
     voters = GaugeMetricFamily("swarmnode_voters", "Nodes that decide who coordinates.")

@@ -13,6 +13,7 @@ from swarmnode.cli.output import JsonFlag, console, parse_duration_s, print_json
 from swarmnode.cluster.join_token import parse_join_token
 from swarmnode.errors import InvalidRequest
 from swarmnode.ui.plain_text import plain
+from swarmnode.ui.quantities import plural
 from swarmnode.wire.address import Address, is_loopback, parse_place
 
 if TYPE_CHECKING:
@@ -115,15 +116,17 @@ def join_token_revoke(
 
 
 def nodes(
+    everything: Annotated[bool, typer.Option("--all", help="Those too that were removed.")] = False,
     api: ApiOption = DEFAULT_API,
     token: TokenOption = None,
     data_dir: DataDirOption = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """List the machines that ever joined: state, and how long their certificates last."""
+    """List the machines of the swarm: state, and how long their certificates last."""
     answer = ApiClient(api, token=token, data_dir=data_dir).get("/api/v1/nodes")
+    members = [member for member in answer["members"] if everything or member["state"] != "removed"]
     if json_output:
-        print_json({"coordinator": answer["coordinator"], "nodes": answer["members"]})
+        print_json({"coordinator": answer["coordinator"], "nodes": members})
         return
     from rich.table import Table
     from rich.text import Text
@@ -131,10 +134,12 @@ def nodes(
     table = Table("name", "node", "state", "certificate", box=None, pad_edge=False)
     me = answer["coordinator"]
     table.add_row(Text(plain(me["name"])), plain(me["node"][:8]), "coordinator", "renews itself")
-    for member in sorted(answer["members"], key=lambda member: str(member["name"])):
+    for member in sorted(members, key=lambda member: str(member["name"])):
         name, node = Text(plain(member["name"])), plain(member["node"][:8])
         table.add_row(name, node, plain(member["state"]), _certificate(member))
     console().print(table)
+    if hidden := len(answer["members"]) - len(members):
+        console().print(f"{plural(hidden, 'removed node')} not shown; --all lists them")
 
 
 def node_remove(

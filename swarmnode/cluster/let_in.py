@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+Under = tuple[int, int]
+"""A coordinator's term, and how many tokens it had revoked."""
 MAX_LET_IN = 64
 LET_IN_S = 24 * 3600.0
-"""A token may have been revoked since without this node hearing of it: a day is long enough to mend a coordinator."""
+"""For a node that is cut off, and hears of no revocation: a day is long enough to mend a coordinator."""
 
 
 class LetIn:
-    """Tokens by their hashes. One counts under the term in which it was let in: whoever coordinates in a later one may
-    have revoked it. Times are Unix seconds."""
+    """Tokens by their hashes. One counts under what it was let in under: whoever coordinates in a later term may have
+    revoked it, and so may the same one since. Times are Unix seconds."""
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, tuple[int, float]] = {}
-        """Term and time of each, the latest last."""
+        self._entries: dict[bytes, tuple[Under, float]] = {}
+        """With the time of each, the latest last."""
 
-    def admit(self, token: bytes, term: int, now: float) -> None:
-        """A coordinator of `term` looked at it, and let it in."""
+    def admit(self, token: bytes, under: Under, now: float) -> None:
+        """A coordinator looked at it, and let it in, no earlier than it had told this node of `under`."""
         self._entries.pop(token, None)
-        self._entries[token] = (term, now)
+        self._entries[token] = (under, now)
         if len(self._entries) > MAX_LET_IN:
             del self._entries[next(iter(self._entries))]
 
@@ -28,7 +30,7 @@ class LetIn:
     def forget_all(self) -> None:
         self._entries.clear()
 
-    def holds(self, token: bytes, term: int, now: float) -> bool:
+    def holds(self, token: bytes, under: Under, now: float) -> bool:
         """Whether it may be let in here; a clock that was set back lets nobody in."""
         entry = self._entries.get(token)
-        return entry is not None and entry[0] == term and 0 <= now - entry[1] < LET_IN_S
+        return entry is not None and entry[0] == under and 0 <= now - entry[1] < LET_IN_S

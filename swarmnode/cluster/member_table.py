@@ -35,11 +35,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What is known of the swarm besides its members; `voters` are names. `open`: its API lets everybody in."""
+    """What is known of the swarm besides its members; `voters` are names. `open`: its API lets everybody in.
+    `revocations`: how often this coordinator took an API token back."""
 
     coordinator: str = ""
     voters: tuple[str, ...] = ()
     open: bool = False
+    revocations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

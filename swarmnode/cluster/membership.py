@@ -13,10 +13,11 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.local_health import LATE_S, MAX_SCORE, TICK_S
+from swarmnode.ids import BootId
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
-    from swarmnode.ids import BootId, NodeId
+    from swarmnode.ids import NodeId
 
 BEAT_INTERVAL_S = 2.0
 SUSPECT_S = 6.0
@@ -26,8 +27,14 @@ DEAD_S = 15.0
 RETURN_S = 3.0
 """How long a node, or a lane of a ring, may be without a connection and come back: a Wi-Fi that roams, or a router that
 reconnects, has done so by then; a reply may stand still for so long."""
+AWAIT_S = 30.0
+"""How long a node that was there under another coordinator may take to find this one: it misses that one for DEAD_S,
+and may try places in vain that are gone, too."""
 FORGET_S = 600.0
 """A dead node is then as one never seen: by now its connections are gone, too."""
+NOT_HEARD = BootId("")
+"""The process of a node that is expected; any that is heard follows it."""
+_NO_INCARNATION = -1
 
 
 class NodeState(Enum):
@@ -71,6 +78,14 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """The node was there under a coordinator before this one, or counted as `dead`; it was not heard here yet."""
+
+    node: NodeId
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Late:
     """How late this node's own loop is (`LocalHealth.score`): it waits 1 + score times as long before it judges."""
 
@@ -96,7 +111,7 @@ def next_incarnation(own: int, above: int = 0) -> int:
     return max(own, above) + 1
 
 
-MembershipInput = Heard | Connected | Parted | Left | Late
+MembershipInput = Heard | Connected | Parted | Left | Expected | Late
 MembershipEvent = StateChanged | Forgotten
 
 
@@ -132,6 +147,11 @@ class Membership:
         entry = self._entries.get(node)
         return entry.state if entry is not None else NodeState.DEAD
 
+    def awaits(self, node: NodeId) -> bool:
+        """Whether it is expected, and there is time left for it to come. Until then it is a suspect."""
+        entry = self._entries.get(node)
+        return entry is not None and entry.boot == NOT_HEARD and entry.state is not NodeState.DEAD
+
     def silence_s(self, node: NodeId, now: float) -> float | None:
         """Seconds for which nothing was heard of the node while this one listened; None for a node never seen."""
         entry = self._entries.get(node)
@@ -164,6 +184,9 @@ class Membership:
                 left = self._entries.get(message.node)
                 if left is not None and left.boot == message.boot:
                     self._change(message.node, left, NodeState.DEAD)
+            case Expected(node, dead) if node not in self._entries:
+                state = NodeState.DEAD if dead else NodeState.SUSPECT
+                self._entries[node] = _Entry(NOT_HEARD, _NO_INCARNATION, now, state=state)
 
     def handle_timer(self, now: float) -> None:
         self._listen(now)
@@ -208,7 +231,7 @@ class Membership:
     def _hear(self, message: Heard | Connected, now: float) -> None:
         entry = self._entries.get(message.node)
         if entry is None or (entry.boot != message.boot and message.incarnation > entry.incarnation):
-            if entry is not None:
+            if entry is not None and entry.boot != NOT_HEARD:
                 self._change(message.node, entry, NodeState.DEAD)
             self._entries[message.node] = _Entry(message.boot, message.incarnation, now)
             self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))
@@ -225,7 +248,7 @@ class Membership:
         return entry.heard_s + SUSPECT_S * self._factor
 
     def _dead_at_s(self, entry: _Entry) -> float:
-        silent_s = entry.heard_s + DEAD_S * self._factor
+        silent_s = entry.heard_s + (AWAIT_S if entry.boot == NOT_HEARD else DEAD_S) * self._factor
         return silent_s if entry.parted_s is None else min(silent_s, entry.parted_s + RETURN_S * self._factor)
 
     def _deadline_s(self, entry: _Entry) -> float:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.member_table import MemberTable, Row
-from swarmnode.cluster.membership import Forgotten, Membership
+from swarmnode.cluster.membership import Expected, Forgotten, Membership, NodeState
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from swarmnode.cluster.member_table import Mark, Update
     from swarmnode.cluster.membership import Heard, MembershipEvent, MembershipInput
     from swarmnode.ids import NodeId
@@ -31,6 +33,16 @@ class Roll:
         self.members = membership or Membership()
         self.table = MemberTable(term)
         self._events: list[MembershipEvent] = []
+
+    def inherit(self, rows: Iterable[Row], now: float) -> None:
+        """What this node was told as a member, before it coordinated: who is awaited, and who was dead."""
+        for row in rows:
+            self.members.receive(Expected(row.node, row.state is NodeState.DEAD), now)
+            self.table.put(replace(row, state=self.members.state(row.node)))
+
+    def awaited(self) -> Sequence[Row]:
+        """Those of them that may still come."""
+        return [row for node, row in self.table.rows.items() if self.members.awaits(node)]
 
     def introduce(self, node: NodeId, name: str, address: str) -> None:
         """Who a node is that is about to connect."""

@@ -140,6 +140,7 @@ class ApiPort:
             await tokens.take(state.tokens)
         access = make_local_access(self.url, options.certificate)
         write_local_access(self._settings.data_dir, access)
+        tokens.when_revoked(coordinator.token_revoked)
         coordinator.polled = polled
         coordinator.lets_in = lambda: not tokens.enforced()
         coordinator.serve_api = partial(serve_linked, self._server)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -27,24 +25,22 @@ from swarmnode.cluster.ring_life_messages import (
 )
 from swarmnode.cluster.roll import Roll
 from swarmnode.driver import Driver
-from swarmnode.errors import Conflict, InvalidModel, LinkBroken, NotCoordinator, ProtocolError
-from swarmnode.ids import ModelId, NodeId, RingId
+from swarmnode.errors import (
+    Conflict,
+    LinkBroken,
+    NotCoordinator,
+    ProtocolError,
+)
+from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.control_channels import ControlChannels
 from swarmnode.roles.dialing_back import DialBacks
 from swarmnode.roles.file_server import serve_files
-from swarmnode.roles.file_sources import with_kept, with_sources
-from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.loop_watch import watch_loop
 from swarmnode.roles.member_codec import members_frame, read_mark
 from swarmnode.roles.members import Member
-from swarmnode.roles.planning import check_architecture, plan_ring
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
-from swarmnode.roles.restoring import Restoring
-from swarmnode.roles.ring_lifecycle import RingLifecycle
-from swarmnode.roles.ring_measures import RingMeasures
-from swarmnode.roles.ring_record import from_record, to_record
-from swarmnode.roles.swarm_state import NOT_KEPT
+from swarmnode.roles.rings import Peers, Rings
 from swarmnode.roles.worker_logs import LogAsks
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.frames import Frame
@@ -54,16 +50,13 @@ from swarmnode.wire.routes import DIRECT
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from swarmnode.api.backend import LoadOptions
-    from swarmnode.catalog.manifest import Manifest
     from swarmnode.catalog.registry import Registry
+    from swarmnode.cluster.member_table import Row
     from swarmnode.cluster.membership import MembershipEvent, MembershipInput
     from swarmnode.cluster.node_book import NodeRecord
-    from swarmnode.cluster.placement import PeerResources
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.outbox import Outbox
-    from swarmnode.roles.planning import PlannedRing
     from swarmnode.roles.polling import PolledLinks
     from swarmnode.roles.seats import Seats
     from swarmnode.roles.swarm_state import SwarmState
@@ -73,8 +66,6 @@ FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
 HEARD_EVERY_S = 0.25
 """How often a connection's frames count as signs of life: beats come every second, and texts with every token."""
-LEFT_OUT_TOLD = 8
-"""Peers without a stage that a load's event names; its status has them all."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
 
 _log = logging.getLogger(__name__)
@@ -101,11 +92,6 @@ class Coordinator:
         self.enrolment = enrolment
         self._state = state
         self.members: dict[NodeId, Member] = {}
-        self.rings: dict[RingId, LoadedRing] = {}
-        self.ended: dict[ModelId, LoadedRing] = {}
-        """The last ring of each model that is over, so that status can say what became of it."""
-        self._last: dict[ModelId, LoadedRing] = {}
-        """The same, for where the files are: an unload ends what status says, not what peers keep."""
         self.term = term
         self.seats: Seats | None = None
         """Who may coordinate besides; None: nobody."""
@@ -116,161 +102,36 @@ class Coordinator:
         """Links of peers that reach only the API port; None while there is none."""
         self.serve_api: Callable[[str, Channel], Awaitable[None]] | None = None
         """Serves a call that the peer of that name forwards; None while there is no API."""
-        self.lifecycle = RingLifecycle(lambda: self.rings.values(), context.settings, self._emit)
-        self.restoring = Restoring(lambda model, options: self.start_load(model, options, asked=False), self._emit)
         self.logs = LogAsks(self.post)
         self.machines = MachineBook()
         """What was measured of the nodes and the ways between them; learned anew after a restart."""
+        peers = Peers(self.members, lambda: self.awaited, self.machines, self.post)
+        self.rings = Rings(self.context, registry, state, peers)
         self.lets_in: Callable[[], bool] = lambda: False
         """Whether the API asks nobody for a token now."""
         self.health = LocalHealth()
-        self._epoch = 0
+        self._revocations = 0
         self._roll = Roll(term)
         self._driver: Driver[MembershipInput, object, MembershipEvent] = Driver(
             self._roll, lambda _: None, self._member_changed
         )
-        self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with open_flat_nursery() as nursery:
-            self._nursery = nursery
+            self._await_members()
             nursery.start_soon(self._driver.run)
             nursery.start_soon(watch_loop, self.health, lambda score: self._driver.feed(Late(score)))
-            nursery.start_soon(self.lifecycle.run)
-            self._adopt_rings(nursery)
-            nursery.start_soon(self.restoring.run)
-            task_status.started()
-            await trio.sleep_forever()
-
-    # rings
-
-    def _adopt_rings(self, nursery: trio.Nursery) -> None:
-        """Take over what ran when this coordinator was here last: its stages may still be there. What is to be there
-        besides is loaded again."""
-        if self._state is not None:
-            self.restoring.remember(self._state.desired)
+            await nursery.start(self.rings.run)
             for node in self.enrolment.nodes:
                 if node.removed_s is not None:
                     self._drop_peer(node)
-        for record in self._state.rings if self._state is not None else ():
-            try:
-                planned = from_record(record)
-            except ValueError as error:
-                _log.warning("a ring of before cannot be taken over: %s", error)
-                continue
-            ring = self._new_ring(planned, adopted=True)
-            self._epoch = max(self._epoch, planned.specs[0].epoch[0])
-            self.rings[ring.ring] = ring
-            self.restoring.up(ring)
-            nursery.start_soon(self.lifecycle.serve, ring)
+            task_status.started()
+            await trio.sleep_forever()
 
-    async def keep_rings(self) -> None:
-        """Write down the rings that run, for whoever coordinates after a restart. Raises as `SwarmState`'s changes."""
-        if self._state is None:
-            return
-        running = [ring for ring in self.rings.values() if ring.runs and not self.registry.hides(ring.model)]
-        for ring in running:
-            self.restoring.up(ring)
-        leaving = {r.model for r in self.rings.values() if r.draining or self.registry.hides(r.model)}
-        await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
-
-    async def _keep_quietly(self) -> None:
-        """The same where nobody waits for it."""
-        try:
-            await self.keep_rings()
-        except NOT_KEPT as error:
-            _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
-
-    async def _keep_when_ready(self, ring: LoadedRing) -> None:
-        await ring.settled.wait()
-        if ring.runs:
-            await self._keep_quietly()
-
-    async def forget_model(self, manifest: Manifest) -> None:
-        """Out of the catalogue first, which others may have to agree to; then its memory comes back; then its files go
-        from this machine's disk. Raises as `SwarmState`'s changes, before anything is unloaded or deleted, and as
-        `delete_files`."""
-        try:
-            with self.registry.hidden(manifest.model_id):  # no load begins, and its ring is not written down anew
-                await self._forget_hidden(manifest)
-        except (InvalidModel, *NOT_KEPT):
-            await self._keep_quietly()  # what was written meanwhile left its ring out
-            raise
-
-    async def _forget_hidden(self, manifest: Manifest) -> None:
-        model = manifest.model_id
-        if self._state is not None:
-            await self._state.drop_model(manifest, time.time())
-        self.restoring.forget(model)
-        if (ring := self.ring_of(model)) is not None:
-            await ring.unload(force=True)
-        self.ended.pop(model, None)
-        self._last.pop(model, None)
-        await self.delete_files(manifest)
-
-    async def delete_files(self, manifest: Manifest) -> None:
-        """Of a model that is removed. Raises Conflict or InvalidModel that says that they are still here."""
-        try:
-            await trio.to_thread.run_sync(self.registry.remove_files, manifest)
-        except (Conflict, InvalidModel) as error:
-            raise type(error)(
-                f"{manifest.id} is removed from the swarm and no longer served, but its files are still on this "
-                f"machine: {error.message}; `swarmnode model-remove {manifest.id}` tries again"
-            ) from error
-
-    def ring_of(self, model: ModelId) -> LoadedRing | None:
-        """The ring that serves or is to serve `model`."""
-        return next((ring for ring in self.rings.values() if ring.model == model), None)
-
-    def start_load(self, model: ModelId, options: LoadOptions, *, asked: bool = True) -> LoadedRing:
-        """Plan a ring and begin to load it; raises LoadRefused and the like before anything was sent. What nobody
-        `asked` for takes no other ring's place."""
-        if self._nursery is None:
-            raise RuntimeError("start_load before run")
-        self._epoch += 1
-        planned, leaving = self.plan_load(model, options, evict=asked)
-        self.lifecycle.evict(leaving, model)
-        ring = self._new_ring(planned)
-        self.rings[ring.ring] = ring
-        self.ended.pop(model, None)
-        self.restoring.begun(ring, options, asked=asked)
-        self._nursery.start_soon(self.lifecycle.serve, ring, leaving)
-        without = {left.name: left.why for left in planned.plan.left_out[:LEFT_OUT_TOLD]}
-        told = {"model": model, "ring": ring.ring, "stages": len(ring.specs), "left_out": without}
-        self._emit("ring_loading", told)
-        self._nursery.start_soon(self._keep_when_ready, ring)
-        return ring
-
-    def plan_load(
-        self, model: ModelId, options: LoadOptions, *, evict: bool = True
-    ) -> tuple[PlannedRing, Sequence[LoadedRing]]:
-        """What a load would be, and the rings that would go for it; raises as `start_load` and changes nothing."""
-        ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
-        manifest = self.registry.get(model)
-        check_architecture(self.registry, manifest, options)
-
-        def plan(offers: Sequence[PeerResources]) -> PlannedRing:
-            measured = partial(self.machines.seen, now=trio.current_time())
-            layers = manifest.architecture.num_layers
-            offers = with_kept(offers, self.members, model, layers, self._last.get(model))
-            return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch, measured)
-
-        planned, leaving = self.lifecycle.find_room(self.members.values(), plan, evict=evict)
-        return with_sources(planned, self.members.values()), leaving
-
-    def _new_ring(self, planned: PlannedRing, *, adopted: bool = False) -> LoadedRing:
-        measures = RingMeasures(self.machines, planned)
-        return LoadedRing(planned, self.post, self._ring_over, adopted=adopted, measures=measures)
-
-    def _ring_over(self, ring: LoadedRing) -> None:
-        del self.rings[ring.ring]
-        self.ended[ModelId(ring.model)] = self._last[ModelId(ring.model)] = ring
-        self.context.traffic.forget_ring(ring.ring)
-        why = ring.error.message if ring.error is not None else None
-        self.context.emit("ring_over", {"model": ring.model, "ring": ring.ring, "error": why})
-        self.restoring.over(ring)
-        if self._nursery is not None:
-            self._nursery.start_soon(self._keep_quietly)
+    def _await_members(self) -> None:
+        """Who was there under the coordinator before this one, as this node was told while it was a member."""
+        known = self.context.known.rows.values()
+        self._roll.inherit([row for row in known if not self.enrolment.removed(row.node)], trio.current_time())
 
     def _emit(self, event: str, values: Mapping[str, object]) -> None:
         self.recent.note(event, values, time.time())
@@ -301,7 +162,7 @@ class Coordinator:
         """This coordinator is over: whoever waits here hears of it, and members look for another one. Their stages
         stay, for that one to take over."""
         over = NotCoordinator("this node does not coordinate the swarm any more; try again in a few seconds")
-        for ring in self.rings.values():
+        for ring in self.rings.running.values():
             ring.abandon(over)
         for member in self.members.values():
             member.scope.cancel()
@@ -333,6 +194,11 @@ class Coordinator:
     def silence_s(self, node: NodeId) -> float | None:
         return self._roll.members.silence_s(node, trio.current_time())
 
+    @property
+    def awaited(self) -> Sequence[Row]:
+        """Members of before that this coordinator did not hear yet, and does not give up yet."""
+        return [row for row in self._roll.awaited() if row.node not in self.members]
+
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: links with it end here at once, at its neighbours when they hear of it. Raises
         Conflict for one that the swarm needs to have a coordinator."""
@@ -340,18 +206,28 @@ class Coordinator:
         self._controls.tell_all(self.enrolment.revoked())
         self.tell_places()
         self.machines.forget(record.node)
+        self._roll.table.drop(record.node)
         self._drop_peer(record)
-        await self._keep_quietly()
+        await self.rings.keep_quietly()
         return record
 
     def _drop_peer(self, removed: NodeRecord) -> None:
         """No ring waits for it any more; its name may be another's by now."""
         taken = any(node.name == removed.name and node.removed_s is None for node in self.enrolment.nodes)
-        self.restoring.drop_peers({removed.node} if taken else {removed.node, removed.name})
+        self.rings.restoring.drop_peers({removed.node} if taken else {removed.node, removed.name})
 
     def tell_places(self) -> None:
         """Where coordinators answer has changed."""
         self._controls.tell_all(self.enrolment.where())
+
+    def token_revoked(self, _: str) -> None:
+        """Of an API token: nodes that knew its bearer as let in hear at once that this counts no more, and those that
+        do not read now with the answer to their next beat."""
+        self._revocations += 1
+        before = self._roll.table.mark
+        self._set_heading()
+        if (update := self._roll.table.since(before)) is not None:
+            self._controls.tell_all(members_frame(update))
 
     def _tell(self, node: NodeId, frame: Frame) -> bool:
         """Post a frame on a member's control channel; False: it has none, or one that it does not read."""
@@ -392,7 +268,7 @@ class Coordinator:
             came = not member.usable
             member.beat = read_report(Beat, frame)
             for held in member.beat.stages:
-                ring = self.rings.get(RingId(held.ring))
+                ring = self.rings.running.get(RingId(held.ring))
                 if ring is not None and ring.stage_of(identity.node) == held.stage:
                     ring.take_links(held.stage, held.links)
             here, trip_ms = self.context.identity.node, member.beat.round_trip_ms
@@ -400,7 +276,7 @@ class Coordinator:
             self._tell_stragglers()
             self._note_lost(identity.node, {held.ring for held in member.beat.stages})
             if came:
-                self.restoring.room_changed()
+                self.rings.restoring.room_changed()
 
     def _tell_stragglers(self) -> None:
         for change in self.machines.events():
@@ -411,16 +287,20 @@ class Coordinator:
 
     def _answer_beat(self, identity: Identity, beat: Frame, outbox: Outbox) -> None:
         """`heard`, and what the sender's copy of the table of members lacks."""
-        self._roll.table.set_heading(Heading(self.context.identity.name, tuple(self.voters()), self.lets_in()))
+        self._set_heading()
         answer = self._roll.answer(_heard(identity, beat), read_mark(beat.header["table"]))
         above = {} if answer.above is None else {"above": answer.above}
         outbox.post(Frame("heard", {"seq": beat.header["seq"], **above}))
         if answer.update is not None:
             outbox.post(members_frame(answer.update))
 
+    def _set_heading(self) -> None:
+        name, voters = self.context.identity.name, tuple(self.voters())
+        self._roll.table.set_heading(Heading(name, voters, self.lets_in(), self._revocations))
+
     def _note_lost(self, node: NodeId, held: set[str]) -> None:
         """A node of a ring that was away, or whose coordinator was, is back: it may have lost its stage meanwhile."""
-        for ring, stage in self._stages_of(node):
+        for ring, stage in self.rings.held_by(node):
             if stage not in ring.unsure and not ring.adopting:
                 continue
             ring.unsure.discard(stage)
@@ -509,7 +389,7 @@ class Coordinator:
         if self.enrolment.removed(member.node):
             self._driver.feed(Left(member.node, member.boot))
             return
-        for ring, stage in self._stages_of(member.node):
+        for ring, stage in self.rings.held_by(member.node):
             ring.part_from(stage)
         self._driver.feed(Parted(member.node, member.boot))
 
@@ -518,13 +398,8 @@ class Coordinator:
             member = self.members.get(change.node)
             if member is not None and member.boot == change.boot:
                 member.scope.cancel()
-            for ring, stage in self._stages_of(change.node):
+            for ring, stage in self.rings.held_by(change.node):
                 ring.lose(stage, "is gone")
-
-    def _stages_of(self, node: NodeId) -> list[tuple[LoadedRing, int]]:
-        """What a node holds of the rings that are there; a ring may end while the caller goes through them."""
-        held = ((ring, ring.stage_of(node)) for ring in self.rings.values())
-        return [(ring, stage) for ring, stage in held if stage is not None]
 
     def _take(self, node: NodeId, frame: Frame) -> None:
         """One frame of a peer. It may speak only of rings it is part of, and only for its own stage."""
@@ -534,7 +409,7 @@ class Coordinator:
         if frame.kind == "logs_tail":
             self.logs.take(node, frame)
             return
-        ring = self.rings.get(RingId(frame.header["ring"])) if "ring" in frame.header else None
+        ring = self.rings.running.get(RingId(frame.header["ring"])) if "ring" in frame.header else None
         if frame.kind == "stage_ready" and (ring is None or ring.ending):
             self.post(node, Frame("unload", {"ring": frame.header["ring"]}))  # it was lost while the node was away
         if ring is None:
@@ -552,7 +427,7 @@ class Coordinator:
             ring.feed(_ring_input(stage, frame))
 
     def _take_reply(self, node: NodeId, frame: Frame) -> None:
-        for ring in self.rings.values():
+        for ring in self.rings.running.values():
             stream = ring.requests.get(frame.header.get("request", ""))
             if stream is not None and ring.head == node:
                 ring.take_reply(stream, frame)

@@ -18,7 +18,7 @@ import trio
 from swarmnode.errors import Conflict, LinkBroken, NodeRemoved, SwarmError
 from swarmnode.ids import BootId
 from swarmnode.roles.dialing_back import reach
-from swarmnode.roles.identity import FOLDER, NodeIdentity
+from swarmnode.roles.identity import FOLDER, KEY, NodeIdentity
 from swarmnode.roles.roads import Roads
 from swarmnode.roles.running_node import RunningNode, is_running, read_running_node
 from swarmnode.wire import certificates as certs
@@ -223,7 +223,7 @@ def free_port(what: str, text: str, status: Status, fix: str) -> Finding:
 
 def _membership(data_dir: Path) -> tuple[NodeIdentity | None, Membership | None]:
     """Read only: a doctor makes no key."""
-    if not (data_dir / FOLDER / "key.pem").exists():
+    if not (data_dir / FOLDER / KEY).exists():
         return None, None
     identity = NodeIdentity.open(data_dir)
     return identity, identity.membership()

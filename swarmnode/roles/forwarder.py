@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from swarmnode.api.hosts import HostRules
+    from swarmnode.cluster.let_in import Under
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.http_channel import Header
 
@@ -104,39 +105,46 @@ class Forwarder:
     def _lets_everybody_in(self) -> bool:
         return self._context.known.heading.open and not self._closed
 
+    @property
+    def _under(self) -> Under:
+        """What a token counts under that is let in now."""
+        return self._context.known.mark[0], self._context.known.heading.revocations
+
     async def _without_coordinator(self, scope: Scope, receive: Receive, send: Send, why: str) -> None:
         """Whoever asks for the last known nodes gets them, if the coordinator lets everybody in, or let them in."""
         asked = (scope["method"], scope["path"], scope["query_string"]) == ("GET", NODES, LAST_KNOWN)
         if asked and not scope.get(ANSWERED_KEY):
             token, known, now = _hashed_token(scope), self._context.known, time.time()
-            let_in = token is not None and self._let_in.holds(token, known.mark[0], now)
+            let_in = token is not None and self._let_in.holds(token, self._under, now)
             found = last_known(known, now)
             if found is not None and (self._lets_everybody_in or let_in):
                 await JSONResponse(found)(scope, receive, send)
                 return
         raise _no_coordinator(why)
 
-    def _note_answer(self, scope: Scope, status: int) -> None:
-        """What it says of the call's token: nothing where everybody is let in, or where that is not known yet."""
+    def _note_answer(self, scope: Scope, status: int, under: Under) -> None:
+        """What it says of the call's token: nothing where everybody is let in, or where that is not known yet. `under`
+        is of the call's beginning: the coordinator looked at the token since, and may have revoked it since then."""
         scope[ANSWERED_KEY] = True
-        token, known = _hashed_token(scope), self._context.known
+        token = _hashed_token(scope)
         if self._lets_everybody_in:
             self._let_in.forget_all()
-        elif token is None or known.as_of_s is None:
+        elif token is None or self._context.known.as_of_s is None:
             return
         elif status == Unauthorized.status:
             self._let_in.refuse(token)
         elif status == 200 and (scope["method"], scope["path"]) == ("GET", NODES):
-            self._let_in.admit(token, known.mark[0], time.time())
+            self._let_in.admit(token, under, time.time())
 
     async def _forward(self, links: CoordinatorLinks, scope: Scope, receive: Receive, send: Send) -> None:
         """One call; the client's leaving ends it at the coordinator, too, which frees the stages."""
+        under = self._under
         async with links.open() as channel, open_flat_nursery() as nursery:
             call = Call(channel)
             try:
                 await call.begin(scope["method"], _target(scope), self._headers(scope))
                 nursery.start_soon(_hand_on_body, receive, call, nursery.cancel_scope.cancel)
-                await _answer(call, send, lambda status: self._note_answer(scope, status))
+                await _answer(call, send, lambda status: self._note_answer(scope, status, under))
             finally:
                 await call.hang_up()
             nursery.cancel_scope.cancel()

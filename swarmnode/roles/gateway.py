@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 HEAD_GAUGES = ("running", "waiting", "paused", "pauses", "ending", "parked", "kv_reserved_tokens", "kv_parked_tokens")
 """Of stage 0, for the whole ring: sessions by what they do, conversations kept for later, and who holds KV."""
+AWAITED = "awaited"
+"""The state of a member that a coordinator elected a moment ago has not heard yet."""
 
 
 class Gateway:
@@ -63,7 +65,7 @@ class Gateway:
 
     def _card(self, manifest: Manifest) -> ModelCard:
         arch = manifest.architecture
-        ring = self._coordinator.ring_of(manifest.model_id)
+        ring = self._coordinator.rings.of_model(manifest.model_id)
         context = arch.context_tokens if ring is None else ring.context_tokens
         defaults = manifest.sampling
         return ModelCard(
@@ -86,11 +88,11 @@ class Gateway:
         )
 
     def _state(self, model: ModelId) -> str:
-        ring = self._coordinator.ring_of(model)
-        if self._coordinator.restoring.error(model, ring) is not None:
+        ring = self._coordinator.rings.of_model(model)
+        if self._coordinator.rings.restoring.error(model, ring) is not None:
             return "restoring"
         if ring is None:
-            ended = self._coordinator.ended.get(model)
+            ended = self._coordinator.rings.ended(model)
             return ended.state if ended is not None and ended.error is not None else "available"
         return ring.state
 
@@ -103,18 +105,18 @@ class Gateway:
 
     async def load(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        ring = self._coordinator.ring_of(model_id)
+        ring = self._coordinator.rings.of_model(model_id)
         again = ring is not None and ring.state == "loading" and self._state(model_id) == "restoring"
         if ring is not None and ring.state != "ready" and not again:
             raise Conflict(f"{model} is {ring.state}; wait until that is over")
         if ring is not None and not _same(ring, options):
             raise Conflict(f"{model} is loaded over {len(ring.specs)} stages in {ring.dtype}; unload it first")
         if ring is None:
-            ring = self._coordinator.start_load(model_id, options)
-        self._coordinator.restoring.join(ring)
+            ring = self._coordinator.rings.start(model_id, options)
+        self._coordinator.rings.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
-            await self._coordinator.keep_rings()  # what is answered outlives this process
+            await self._coordinator.rings.keep()  # what is answered outlives this process
             if ring.error is not None:
                 await ring.over.wait()
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
@@ -122,18 +124,18 @@ class Gateway:
 
     def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        planned, leaving = self._coordinator.plan_load(model_id, options)
+        planned, leaving = self._coordinator.rings.plan(model_id, options)
         return plan_report(planned) | {"evicts": [ring.model for ring in leaving]}
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
         """Its memory on every peer comes back; nor is it loaded again."""
         coordinator = self._coordinator
         model_id = coordinator.registry.get(model).model_id
-        coordinator.restoring.forget(model_id)
-        if (ring := coordinator.ring_of(model_id)) is not None:
+        coordinator.rings.restoring.forget(model_id)
+        if (ring := coordinator.rings.of_model(model_id)) is not None:
             await ring.unload(force=force)
-        coordinator.ended.pop(model_id, None)
-        await coordinator.keep_rings()
+        coordinator.rings.looked_after(model_id)
+        await coordinator.rings.keep()
         return self.status(model)
 
     async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
@@ -145,20 +147,20 @@ class Gateway:
         except ModelNotFound:
             if (left := coordinator.registry.left_over(model)) is None:
                 raise
-            await coordinator.delete_files(left)
+            await coordinator.rings.delete_files(left)
             return {"id": left.id, "removed": True}
-        ring, state = coordinator.ring_of(manifest.model_id), self._state(manifest.model_id)
+        ring, state = coordinator.rings.of_model(manifest.model_id), self._state(manifest.model_id)
         if not force and (ring is not None or state == "restoring"):
             unload = f"`swarmnode model-unload {model}`"
             raise Conflict(f"{model} is {state}; unload it first with {unload}, or remove it all the same with --force")
-        await coordinator.forget_model(manifest)
+        await coordinator.rings.forget_model(manifest)
         return {"id": manifest.id, "removed": True}
 
     # what is going on
 
     def status(self, model: str) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        ring = self._coordinator.ring_of(model_id)
+        ring = self._coordinator.rings.of_model(model_id)
         about: dict[str, Any] = {"stages": [], **self._condition(model_id)}
         if ring is not None:
             about |= self._ring_status(ring) | {"left_out": left_out_report(ring.plan)}
@@ -166,8 +168,8 @@ class Gateway:
 
     def _condition(self, model: ModelId) -> dict[str, Any]:
         """Of a model that is loaded, was, or is to be again."""
-        ring, restoring = self._coordinator.ring_of(model), self._coordinator.restoring
-        shown = ring or self._coordinator.ended.get(model)
+        ring, restoring = self._coordinator.rings.of_model(model), self._coordinator.rings.restoring
+        shown = ring or self._coordinator.rings.ended(model)
         error = restoring.error(model, ring) or (shown.error if shown is not None else None)
         return {
             "id": model,
@@ -196,7 +198,11 @@ class Gateway:
             }
             for member in coordinator.members.values()
         ]
-        present = list(coordinator.rings.values())
+        peers += [
+            {"node": row.node, "name": row.name, "state": AWAITED, "address": row.address or None}
+            for row in coordinator.awaited
+        ]
+        present = list(coordinator.rings.running.values())
         rings = [{**self._condition(ModelId(ring.model)), **self._ring_status(ring)} for ring in present]
         return {
             "coordinator": me,
@@ -216,9 +222,8 @@ class Gateway:
     def _lost(self) -> list[ModelId]:
         """Models without a ring that nobody unloaded: those that failed, and those that are to be loaded again."""
         coordinator = self._coordinator
-        failed = [model for model, ring in coordinator.ended.items() if ring.error is not None]
-        present = {ring.model for ring in coordinator.rings.values()}
-        return sorted({*failed, *coordinator.restoring.waiting(present)})
+        present = {ring.model for ring in coordinator.rings.running.values()}
+        return sorted({*coordinator.rings.failed(), *coordinator.rings.restoring.waiting(present)})
 
     def _carried(self) -> dict[str, int]:
         """Links that do not go straight."""
@@ -244,7 +249,7 @@ class Gateway:
 
     def _in_use(self, node: NodeId) -> dict[str, Any]:
         """The device and threads of a stage that is loaded on a node; its beats only know what it was told."""
-        for ring in self._coordinator.rings.values():
+        for ring in self._coordinator.rings.running.values():
             stage = ring.stage_of(node)
             ready = ring.ready.get(stage) if stage is not None else None
             if ready is not None and ready.device is not None:
@@ -288,8 +293,10 @@ class Gateway:
     def _known(self, record: NodeRecord) -> dict[str, Any]:
         if record.removed_s is not None:
             state = "removed"
+        elif record.node in self._coordinator.members:
+            state = self._coordinator.state(record.node).value
         else:
-            state = self._coordinator.state(record.node).value if record.node in self._coordinator.members else "away"
+            state = AWAITED if record.node in {row.node for row in self._coordinator.awaited} else "away"
         return {
             "node": record.node,
             "name": record.name,
@@ -306,7 +313,7 @@ class Gateway:
         self._coordinator.registry.get(request.model)  # only known models are counted
         with counted(self._performance, number, request.model) as note:
             ring = self._serving_ring(request.model)
-            with self._coordinator.lifecycle.in_use(ring):
+            with self._coordinator.rings.lifecycle.in_use(ring):
                 stream = ring.open(number, _open_body(request))
                 try:
                     async with aclosing(_events(stream, ring, note)) as events:
@@ -315,8 +322,8 @@ class Gateway:
                     ring.close(stream)
 
     def _serving_ring(self, model: ModelId) -> LoadedRing:
-        ring = self._coordinator.ring_of(model)
-        lost = self._coordinator.restoring.error(model, ring)
+        ring = self._coordinator.rings.of_model(model)
+        lost = self._coordinator.rings.restoring.error(model, ring)
         if lost is not None:
             raise ModelRestoring(f"{model} was lost ({lost.message}) and is being loaded again; try again later")
         if ring is None:

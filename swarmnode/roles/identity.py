@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FOLDER = "identity"
+KEY = "key.pem"
 CA_KEY = "ca-key.pem"
 MAX_FILE_BYTES = 64 << 10
 """PEM files and a list of addresses: beyond this it is not ours."""
@@ -45,29 +46,43 @@ class Membership:
 
 
 class NodeIdentity:
-    """The folder `identity/` of a data directory, 0700; every file in it 0600. What writes raises NoSpace."""
+    """The folder `identity/` of a data directory, 0700; every file in it 0600. What writes raises NoSpace.
 
-    def __init__(self, folder: Path, key: certs.PrivateKey) -> None:
+    A key that is made is written with the first thing that counts on it; until then nothing of it is left behind.
+    """
+
+    def __init__(self, folder: Path, key: certs.PrivateKey, *, kept: bool) -> None:
         self.folder = folder
         self.key = key
+        self.kept = kept
+        """Whether the key is on disk."""
         self.node: NodeId = certs.node_id(key.public_key())
 
     @classmethod
     def open(cls, data_dir: Path) -> NodeIdentity:
         """Read the key, or make it. Raises InvalidRequest for a damaged one: a new key would be a new node."""
         folder = data_dir / FOLDER
-        with _unwritable_as_no_space(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = folder / "key.pem"
-        key = _read(path, certs.key_from_pem)
-        if key is None:
-            key = certs.new_key()
-            _keep(path, certs.key_to_pem(key))
-        return cls(folder, key)
+        key = _read(folder / KEY, certs.key_from_pem)
+        return cls(folder, key or certs.new_key(), kept=key is not None)
+
+    def keep(self) -> None:
+        """From now on this key is the node's, at its next start, too."""
+        if not self.kept:
+            with _unwritable_as_no_space(self.folder):
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _keep(self.folder / KEY, certs.key_to_pem(self.key))
+            self.kept = True
+
+    def discard(self) -> None:
+        """Nobody counts on the key that was kept a moment ago. Where it cannot be removed, the next start uses it."""
+        self.kept = False
+        with suppress(OSError):
+            (self.folder / KEY).unlink()
+            self.folder.rmdir()
 
     @property
     def files(self) -> CredentialFiles:
-        return CredentialFiles(self.folder / "key.pem", self.folder / "certificate.pem", self.folder / "ca.pem")
+        return CredentialFiles(self.folder / KEY, self.folder / "certificate.pem", self.folder / "ca.pem")
 
     def membership(self) -> Membership | None:
         """The swarm this node belongs to; None before it joined one."""
@@ -93,25 +108,25 @@ class NodeIdentity:
         """Become a member. Raises Conflict where the node belongs to another swarm already."""
         self.check_swarm(certs.fingerprint(ca))
         self.remember(coordinators)
-        _keep(self.files.ca, certs.to_pem(ca))
+        self._write(self.files.ca, certs.to_pem(ca))
         self.renew(certificate)
 
     def renew(self, certificate: x509.Certificate) -> None:
         """Keep a certificate that was checked (`certificates.check_issued`) and is for this node's key."""
         if certs.read_certificate(certificate).node != self.node:
             raise ProtocolError("the certificate that came is another node's")
-        _keep(self.files.certificate, certs.to_pem(certificate))
+        self._write(self.files.certificate, certs.to_pem(certificate))
 
     def remember(self, coordinators: Sequence[Place]) -> None:
         text = json.dumps([str(place) for place in coordinators[:MAX_ADDRESSES]])
-        _keep(self.folder / "coordinators.json", text.encode())
+        self._write(self.folder / "coordinators.json", text.encode())
 
     def term(self) -> int:
         """The latest term that a coordinator was heard of in."""
         return _read(self.folder / "term", int) or 0
 
     def keep_term(self, term: int) -> None:
-        _keep(self.folder / "term", str(term).encode())
+        self._write(self.folder / "term", str(term).encode())
 
     def incarnation(self) -> int:
         """The latest that this node said; 0 before its first start."""
@@ -120,8 +135,12 @@ class NodeIdentity:
     def next_incarnation(self, above: int = 0) -> int:
         """One more than any before, and than `above`: on disk before anybody hears of it."""
         value = next_incarnation(self.incarnation(), above)
-        _keep(self.folder / "incarnation", str(value).encode())
+        self._write(self.folder / "incarnation", str(value).encode())
         return value
+
+    def _write(self, path: Path, data: bytes) -> None:
+        self.keep()
+        _keep(path, data)
 
     def check_swarm(self, ca_hash: bytes) -> None:
         """Raises Conflict where this node belongs to a swarm with another CA."""
@@ -163,6 +182,7 @@ class SwarmAuthority:
     @classmethod
     def open(cls, identity: NodeIdentity, now: float) -> SwarmAuthority:
         """The CA in the identity's folder, made on the first start. Raises Conflict where the node is a peer."""
+        identity.keep()
         path = identity.folder / CA_KEY
         key = _read(path, certs.key_from_pem)
         certificate = _read(identity.files.ca, x509.load_pem_x509_certificate)

@@ -12,7 +12,7 @@ import trio
 
 from swarmnode.cluster.fence import Fence
 from swarmnode.cluster.membership import next_incarnation
-from swarmnode.errors import JoinRefused, LinkBroken, NoSpace, ProtocolError
+from swarmnode.errors import JoinRefused, LinkBroken, NoSpace, ProtocolError, SwarmError
 from swarmnode.ids import NodeId
 from swarmnode.roles.enrolment import RENEWAL_CHECK_S, bytes_of, next_body, places_of
 from swarmnode.roles.identity import MAX_ADDRESSES, SwarmAuthority
@@ -45,10 +45,12 @@ async def join_swarm(
 ) -> None:
     """Become a member of the token's swarm: its addresses are tried in order.
 
-    Raises JoinRefused, Conflict (the node belongs to another swarm) or LinkBroken with what each address said.
+    Raises JoinRefused, Conflict (the node belongs to another swarm) or LinkBroken with what each address said. A key
+    that was made for it is then on disk only where a certificate may have been issued, whose answer was lost: the token
+    lets this key in once more, and no other one under its name.
     """
     identity.check_swarm(token.ca_hash)
-    reasons = []
+    made, reasons, doubtful = not identity.kept, list[str](), False
     for text in token.addresses:
         try:
             with trio.fail_after(JOIN_S):
@@ -56,8 +58,14 @@ async def join_swarm(
             return
         except trio.TooSlowError:
             reasons.append(f"{text}: no answer within {JOIN_S:g} s")
+            doubtful = identity.kept
         except (LinkBroken, ProtocolError) as error:
             reasons.append(f"{text}: {error.message}")
+            doubtful = identity.kept
+        except SwarmError:
+            if made and not doubtful:
+                identity.discard()
+            raise
     raise LinkBroken("cannot join the swarm; " + "; ".join(reasons))
 
 
@@ -86,6 +94,7 @@ async def _ask_to_join(
     """The CA, this node's certificate, and where coordinators answer."""
     ca = certs.load_certificate(bytes_of(await next_body(channel, "ca"), "ca"))
     _check_listener(ca, listener, token, clock())
+    identity.keep()
     body = {"id": token.id, "secret": token.secret, "request": certs.new_request(identity.key)}
     await channel.send(Frame("join", {}, pack_body(body)))
     certificate, coordinators = _read_issued(await next_body(channel, "issued"), ca, clock())

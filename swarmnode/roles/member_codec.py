@@ -22,6 +22,7 @@ def members_frame(update: Update) -> Frame:
         "coordinator": heading.coordinator,
         "voters": list(heading.voters),
         "open": heading.open,
+        "revocations": heading.revocations,
         "rows": [{**asdict(row), "state": row.state.value} for row in update.rows],
         "gone": list(update.gone),
     }
@@ -34,7 +35,7 @@ def read_members(frame: Frame) -> Update:
     return Update(
         mark=read_mark(frame.header["mark"]),
         since=frame.header["since"],
-        heading=Heading(report.coordinator, tuple(report.voters), report.open),
+        heading=Heading(report.coordinator, tuple(report.voters), report.open, report.revocations),
         rows=tuple(Row(NodeId(r.node), r.name, r.address, NodeState(r.state)) for r in report.rows),
         gone=tuple(NodeId(node) for node in report.gone),
     )

@@ -117,6 +117,7 @@ class MembersReport(_Report):
     coordinator: Name
     voters: Annotated[list[Name], Field(max_length=MAX_VOTERS)]
     open: bool
+    revocations: Count = 0
     rows: Annotated[list[MemberRow], Field(max_length=MAX_MEMBERS)]
     gone: Annotated[list[Name], Field(max_length=MAX_MEMBERS)] = []
 

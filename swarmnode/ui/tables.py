@@ -29,6 +29,7 @@ STATE_STYLES = {
     "restoring": "yellow",
     "suspect": "yellow",
     "away": "yellow",
+    "awaited": "yellow",
     "lost": "red",
     "failed": "red",
     "dead": "red",

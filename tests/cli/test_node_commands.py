@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swarmnode.cli import nodes as node_commands
 from swarmnode.cli import tokens
 from swarmnode.cli.nodes import stays_here
 from swarmnode.cli.output import parse_duration_s
@@ -68,6 +71,29 @@ def test_the_first_token_says_that_from_now_on_all_calls_need_one(
         assert shown.out == f"secret{number}\n", "nothing but the token, for pipes"
         said.append("every call to the API needs one" in shown.err)
     assert said == [True, False]
+
+
+NODES = {
+    "coordinator": {"node": "c" * 64, "name": "house"},
+    "members": [
+        {"node": number * 64, "name": "attic", "state": state, "certificate_ends": 4e9, "removed": None}
+        for number, state in (("1", "removed"), ("2", "alive"))
+    ],
+}
+"""A machine that was removed, and joined anew under its old name."""
+
+
+@pytest.mark.parametrize(("everything", "shown"), [(False, ["alive"]), (True, ["removed", "alive"])])
+def test_removed_nodes_are_listed_only_with_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], everything: bool, shown: list[str]
+) -> None:
+    monkeypatch.setattr(node_commands, "ApiClient", lambda *_, **__: SimpleNamespace(get=lambda _: NODES))
+    node_commands.nodes(everything, json_output=True)
+    assert [node["state"] for node in json.loads(capsys.readouterr().out)["nodes"]] == shown
+    node_commands.nodes(everything)
+    out = capsys.readouterr().out
+    assert out.count("attic") == len(shown)
+    assert ("1 removed node not shown; --all lists them" in out) is not everything
 
 
 @pytest.mark.parametrize("advertised", ["0.0.0.0:7700", "[::]:7700", "192.168.1.7:0"])

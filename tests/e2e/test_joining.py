@@ -93,7 +93,8 @@ def test_two_machines_join_serve_and_one_is_removed(local: LocalSwarm) -> None:
     wait_until(lambda: not any(map(alive, workers.values())), "neither holds a stage any more, the one that is out too")
     assert [known["name"] for known in nodes(local)["peers"]] == ["den"]
     assert {name: member["state"] for name, member in members(local).items()} == {"attic": "removed", "den": "alive"}
-    assert "removed" in swarmnode("nodes", **admin).stdout
+    assert "revoked" in swarmnode("nodes", "--all", **admin).stdout
+    assert "attic" not in swarmnode("nodes", **admin).stdout
     with pytest.raises(SwarmError, match="den"), closing(local.client()) as client:
         client.delete("/api/v1/nodes/attic")
 

@@ -73,7 +73,9 @@ class House:
         self.enrolment = Enrolment(self.authority, self.state, self.tls, ("127.0.0.1:7700",), clock, me)
 
     def machine(self, name: str) -> NodeIdentity:
-        return NodeIdentity.open(self.folder / name)
+        kept = NodeIdentity.open(self.folder / name)
+        kept.keep()
+        return kept
 
     async def token(self, *, ttl_s: float = 3600, uses: int = 1) -> JoinToken:
         line, _ = await self.enrolment.new_token(ttl_s, uses)
@@ -338,6 +340,49 @@ async def test_a_machine_joins_and_remembers_its_swarm(real: House, nursery: tri
     nursery.cancel_scope.cancel()
 
 
+async def test_a_machine_that_may_not_join_keeps_nothing_of_it(real: House, nursery: trio.Nursery) -> None:
+    """Neither where nobody answers, nor where the token is refused; what was there before stays."""
+    address = await nursery.start(serve_joins, real)
+    token = await real.token()
+    await real.enrolment.withdraw(token.id.hex())
+    attic, den = NodeIdentity.open(real.folder / "attic"), real.machine("den")
+    with pytest.raises(LinkBroken, match="cannot join the swarm"):
+        await join_swarm(replace(token, addresses=("127.0.0.1:1",)), attic, who(attic, "attic"))
+    assert not attic.folder.exists()
+    for machine, name in ((attic, "attic"), (den, "den")):
+        with pytest.raises(JoinRefused):
+            await join_swarm(replace(token, addresses=("127.0.0.1:1", str(address))), machine, who(machine, name))
+    assert not attic.folder.exists()
+    assert real.machine("den").node == den.node
+    good = replace(await real.token(), addresses=(str(address),))
+    await join_swarm(good, attic, who(attic, "attic"))
+    assert real.machine("attic").certified(real.clock())
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_machine_whose_certificate_was_lost_on_the_way_is_let_in_once_more(
+    real: House, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same token, which is used up, and under the same name: so the key that was asked for has to be kept."""
+    address = await nursery.start(serve_joins, real)
+    token = replace(await real.token(), addresses=(str(address),))
+
+    def lose(*_: object) -> None:
+        raise LinkBroken("lost on the way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(real.enrolment, "_issued", lose)
+        attic = real.machine("attic")
+        with pytest.raises(LinkBroken):
+            await join_swarm(token, attic, who(attic, "attic"))
+    assert [record.name for record in real.enrolment.nodes] == ["attic"]
+    again = real.machine("attic")
+    assert again.node == attic.node
+    await join_swarm(token, again, who(again, "attic"))
+    assert real.machine("attic").certified(real.clock())
+    nursery.cancel_scope.cancel()
+
+
 async def test_the_secret_is_not_sent_to_a_machine_of_another_swarm(
     real: House, tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,6 +586,8 @@ async def test_the_list_of_the_removed_ends_links_at_a_peer(house: House) -> Non
 
 def test_an_identity_is_made_once_and_is_private(tmp_path: Path) -> None:
     first = NodeIdentity.open(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "looking makes nothing"
+    first.keep()
     assert NodeIdentity.open(tmp_path).node == first.node
     assert stat.S_IMODE(first.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in first.folder.iterdir()} == {0o600}

@@ -39,7 +39,7 @@ from swarmnode.wire.frames import Frame
 from swarmnode.wire.memory import MemoryNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
     from pathlib import Path
 
     from credentials import Node
@@ -276,10 +276,10 @@ NODES = "/api/v1/nodes"
 LAST_KNOWN = f"{NODES}?last_known=1"
 
 
-def told(swarm: World, *, lets_everybody_in: bool, version: int = 7) -> None:
+def told(swarm: World, *, lets_everybody_in: bool, version: int = 7, revocations: int = 0) -> None:
     """The coordinator's table of members has come."""
     row = Row(NodeId("n1"), "attic", "192.0.2.1:7700", NodeState.SUSPECT)
-    heading = Heading("house", ("house", "den"), lets_everybody_in)
+    heading = Heading("house", ("house", "den"), lets_everybody_in, revocations)
     swarm.forwarder._context.known.take(Update((3, version), 0, heading, (row,)), time.time() - 42)
 
 
@@ -349,6 +349,36 @@ async def test_a_token_that_is_refused_later_is_let_in_no_more(tmp_path: Path) -
         assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 200
         await swarm.store.revoke(record.id)
         assert (await swarm.client.get("/v1/models", headers=let_in)).status_code == 401
+        await swarm.lose_coordinator()
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503
+
+
+async def test_what_was_let_in_before_the_last_revocation_counts_no_more(tmp_path: Path) -> None:
+    """Whosesoever token it was: this node does not know which one. Who asks again is let in again."""
+    async with world(tmp_path) as swarm:
+        _, token = await swarm.store.issue("reader", Scope.READ, None)
+        let_in = {"authorization": f"Bearer {token}"}
+        told(swarm, lets_everybody_in=False)
+        assert (await swarm.client.get(NODES, headers=let_in)).status_code == 200
+        told(swarm, lets_everybody_in=False, version=8, revocations=1)
+        await swarm.lose_coordinator()
+        assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503
+
+
+async def test_a_token_revoked_while_its_call_is_answered_is_not_let_in(tmp_path: Path) -> None:
+    """The coordinator looked at it before, and its answer is overtaken by the news."""
+    async with world(tmp_path) as swarm:
+        _, token = await swarm.store.issue("reader", Scope.READ, None)
+        let_in = {"authorization": f"Bearer {token}"}
+        told(swarm, lets_everybody_in=False)
+        nodes = swarm.backend.nodes
+
+        def overtaken() -> Mapping[str, object]:
+            told(swarm, lets_everybody_in=False, version=8, revocations=1)
+            return nodes()
+
+        swarm.backend.nodes = overtaken  # type: ignore[method-assign]
+        assert (await swarm.client.get(NODES, headers=let_in)).status_code == 200
         await swarm.lose_coordinator()
         assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503
 

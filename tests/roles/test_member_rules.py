@@ -17,19 +17,35 @@ from beats import beat_of
 from contexts import node_context
 from kept_alone import state_at
 
+from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.registry import Registry
+from swarmnode.cluster.join_token import ID_BYTES, SECRET_BYTES, JoinToken
+from swarmnode.cluster.member_table import Heading, KnownMembers, Row, Update
 from swarmnode.cluster.membership import Left, NodeState
 from swarmnode.cluster.node_book import NodeRecord
+from swarmnode.cluster.placement import ALL_CAPABILITIES
+from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
-from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NodeRemoved, NoSpace, ProtocolError, SwarmError
-from swarmnode.ids import BootId
+from swarmnode.errors import (
+    Conflict,
+    InvalidRequest,
+    LinkBroken,
+    MembersAwaited,
+    NodeRemoved,
+    NoSpace,
+    ProtocolError,
+    SwarmError,
+)
+from swarmnode.ids import BootId, ModelId, NodeId
 from swarmnode.node import NodeOptions, run_node
 from swarmnode.roles.context import PeerResources
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.enrolment import Enrolment, certify_self
+from swarmnode.roles.gateway import Gateway
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership
 from swarmnode.roles.member_codec import read_members
+from swarmnode.roles.running_node import LOCK_NAME
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import unpack_body
@@ -292,6 +308,94 @@ async def test_a_node_that_counts_as_dead_comes_back_by_a_higher_incarnation(hou
         assert house.coordinator.state(me.node) is NodeState.ALIVE
 
 
+KNEW = Update(
+    (3, 4),
+    0,
+    Heading("first"),
+    tuple(Row(NodeId(name), name, f"{name}:7700", NodeState.ALIVE) for name in ("den", "loft", "gone")),
+)
+"""Of the coordinator before."""
+
+
+async def test_a_coordinator_elected_anew_shows_and_awaits_the_members_that_it_knew_as_one_of_them(
+    tmp_path: Path, nursery: trio.Nursery
+) -> None:
+    write_scripted_servable(tmp_path, "scripted", {}, stages=1)
+    house = House(tmp_path)
+    attic = await house.machine("attic")
+    attic.identity = replace(attic.identity, capabilities=tuple(ALL_CAPABILITIES))
+    gone = NodeId("gone")
+    await house.state.change(lambda _, nodes: nodes.issued(gone, "gone", 2e9))
+    await house.coordinator.enrolment.remove("gone")
+    seen = (Row(attic.identity.node, "attic", "", NodeState.ALIVE), *KNEW.rows)
+    house.coordinator.context.known.take(replace(KNEW, rows=seen), 0.0)
+    await house.run(nursery)
+    gateway = Gateway(house.coordinator)
+
+    def states() -> dict[str, str]:
+        return {peer["name"]: peer["state"] for peer in gateway.nodes()["peers"]}
+
+    assert states() == {"attic": "awaited", "den": "awaited", "loft": "awaited"}
+    assert {node["name"]: node["state"] for node in gateway.nodes()["members"]} == {
+        "attic": "awaited",
+        "gone": "removed",
+    }
+    refused = r"attic, den, loft did not come back yet; .* Without them: 1 stage"
+    with pytest.raises(MembersAwaited, match=refused) as few:
+        house.coordinator.rings.plan(ModelId("scripted"), LoadOptions())
+    assert few.value.retryable
+    async with (
+        attic.transport.dial(house.address, "requests", attic.identity),
+        attic.transport.dial(house.address, "control", attic.identity) as control,
+    ):
+        with trio.fail_after(END_S):
+            while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+        update = read_members((await answers(control, beat_of(attic.identity), 4))[3])
+        assert {row.name: row.state for row in update.rows} == {
+            "attic": NodeState.ALIVE,
+            "den": NodeState.SUSPECT,
+            "loft": NodeState.SUSPECT,
+        }
+        assert states() == {"attic": "alive", "den": "awaited", "loft": "awaited"}
+        house.coordinator.rings.plan(ModelId("scripted"), LoadOptions())
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_removed_node_leaves_the_table_at_once(house: House) -> None:
+    attic = await house.machine("attic")
+    async with attic.transport.dial(house.address, "requests", attic.identity):
+        with trio.fail_after(END_S):
+            while house.connected() != {"attic"}:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+        await house.coordinator.remove("attic")
+        with trio.fail_after(END_S):
+            while house.connected():  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+    assert house.coordinator.state(attic.identity.node) is NodeState.DEAD
+    assert house.coordinator._roll.table.rows == {}
+
+
+async def test_a_revoked_token_is_told_at_once_to_who_is_connected(house: House) -> None:
+    """And to who lacks something before it with the answer to the next beat."""
+    attic = await house.machine("attic")
+    async with attic.transport.dial(house.address, "control", attic.identity) as control:
+        first = read_members((await answers(control, beat_of(attic.identity), 4))[3])
+        known = KnownMembers()
+        assert known.take(first, 0.0)
+        house.coordinator.token_revoked("any")
+        with trio.fail_after(END_S):
+            assert known.take(read_members(await control.receive()), 0.0)
+        assert known.heading.revocations == 1
+        house.coordinator.token_revoked("another")
+        with trio.fail_after(END_S):
+            await control.receive()
+        heard, update = await answers(control, beat_of(attic.identity, table=known.mark), 2)
+        assert heard.kind == "heard"
+        assert known.take(read_members(update), 0.0)
+        assert known.heading.revocations == 2
+
+
 async def test_an_incarnation_only_grows_whatever_restarts(tmp_path: Path) -> None:
     kept = NodeIdentity.open(tmp_path)
     assert [kept.next_incarnation() for _ in range(3)] == [1, 2, 3]
@@ -360,8 +464,17 @@ async def test_a_certificate_that_cannot_be_kept_leaves_the_old_one(house: House
     assert kept.files.certificate.read_bytes() == certs.to_pem(issued)
 
 
+async def test_a_node_that_cannot_join_leaves_no_identity_behind(tmp_path: Path) -> None:
+    token = JoinToken(bytes(32), ("127.0.0.1:1",), bytes(ID_BYTES), bytes(SECRET_BYTES))
+    for join, error in ((token, LinkBroken), (None, InvalidRequest)):
+        options = NodeOptions(("peer",), ANYWHERE, None, join, tmp_path, None, PeerResources(1 << 30, "cpu", 1))
+        with pytest.raises(error):
+            await run_node(options, lambda *_: None)
+        assert os.listdir(tmp_path) == [LOCK_NAME]
+
+
 async def test_a_node_on_a_full_disk_says_so_and_does_not_start(tmp_path: Path, disk: Disk) -> None:
-    options = NodeOptions(("peer",), ANYWHERE, None, None, tmp_path, None, PeerResources(1 << 30, "cpu", 1))
+    options = NodeOptions(("coordinator",), ANYWHERE, None, None, tmp_path, None, PeerResources(1 << 30, "cpu", 1))
     disk.full = True
     with pytest.raises(NoSpace, match=r"key\.pem cannot be written: No space left on device; free some space"):
         await run_node(options, lambda *_: None)

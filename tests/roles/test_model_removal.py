@@ -130,12 +130,12 @@ class RunningRing:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.unloaded_when: list[bool] = []
-        machine.coordinator.rings[self.ring] = cast("Any", self)
+        machine.coordinator.rings.running[self.ring] = cast("Any", self)
 
     async def unload(self, *, force: bool) -> None:
         assert force
         self.unloaded_when.append(MODEL in self.machine.state.models)
-        del self.machine.coordinator.rings[self.ring]
+        del self.machine.coordinator.rings.running[self.ring]
 
 
 async def test_what_a_majority_refuses_changes_nothing(machine: Machine) -> None:
@@ -162,7 +162,7 @@ async def test_a_ring_of_a_model_that_is_being_removed_is_not_written_down_anew(
     """The fake has no record: asking it for one fails."""
     RunningRing(machine).runs = True
     with machine.registry.hidden(MODEL):
-        await machine.coordinator.keep_rings()
+        await machine.coordinator.rings.keep()
     assert machine.state.rings == ()
 
 

@@ -80,7 +80,7 @@ def house(tmp_path: Path) -> House:
     context = node_context(house, MemoryNetwork(), read_settings(tmp_path, environ={}))
     coordinator = Coordinator(context, Registry(tmp_path), cast("Any", None))
     ring, foreign = Ring(RingId("ours"), (HEAD, TAIL)), Ring(RingId("theirs"), (OTHER, TAIL))
-    coordinator.rings = cast("Any", {ring.ring: ring, foreign.ring: foreign})
+    coordinator.rings.running = cast("Any", {ring.ring: ring, foreign.ring: foreign})
     cancelled: list[bool] = []
     stream = RequestStream(RequestId("wanted"), lambda: cancelled.append(True))
     ring.requests["wanted"] = stream

@@ -101,7 +101,7 @@ async def house(tmp_path: Path, nursery: trio.Nursery) -> House:
 
 
 async def test_a_load_after_a_peer_was_measured_slow_avoids_it_and_says_so(house: House) -> None:
-    first = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    first = house.coordinator.rings.start(MODEL, LoadOptions(peers=("quick", "slow")))
     house.ready(first, 2.0, 40.0)
     assert house.paces() == {QUICK: 2.0, SLOW: 40.0}
     await house.unload(first)
@@ -117,7 +117,7 @@ async def test_a_load_after_a_peer_was_measured_slow_avoids_it_and_says_so(house
         }
     ]
     assert plan["predicted"] == {"round_ms": 23.0, "bottleneck_ms": 21.0, "stage_ms": [2.0, 21.0], "hop_ms": [0.0, 0.0]}
-    second = house.coordinator.start_load(MODEL, LoadOptions())
+    second = house.coordinator.rings.start(MODEL, LoadOptions())
     assert second.life.nodes == (QUICK, SPARE)
     assert house.gateway.status(MODEL)["left_out"] == plan["left_out"]
     name, values = house.events[-1]
@@ -132,7 +132,7 @@ async def test_a_plan_without_measures_predicts_nothing(house: House) -> None:
 
 async def test_a_model_stays_with_the_peers_that_keep_its_files(house: House) -> None:
     """Of the ring before, each its own stage; other peers would have to fetch them."""
-    first = house.coordinator.start_load(MODEL, LoadOptions(peers=("spare", "slow")))
+    first = house.coordinator.rings.start(MODEL, LoadOptions(peers=("spare", "slow")))
     house.ready(first, 2.0, 2.0)
     await house.unload(first)
     assert [stage["peer"] for stage in house.plan()["stages"]] == ["quick", "slow"], "their files are gone again"
@@ -143,7 +143,7 @@ async def test_a_model_stays_with_the_peers_that_keep_its_files(house: House) ->
 
 
 async def test_lanes_and_beats_tell_how_far_nodes_are(house: House) -> None:
-    ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator.rings.start(MODEL, LoadOptions(peers=("quick", "slow")))
     lanes = [
         {"lane": "act", "route": "direct", "round_trip_ms": 30.0},
         {"lane": "pre", "route": "direct", "round_trip_ms": 45.0, "mbit_per_s": 12.0},
@@ -166,7 +166,7 @@ def test_round_trips_that_are_none_are_refused(lie: object) -> None:
 
 async def test_replies_that_had_the_ring_for_themselves_show_a_peer_that_has_become_slow(house: House) -> None:
     """It was quick when it loaded; somebody plays on it since."""
-    ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator.rings.start(MODEL, LoadOptions(peers=("quick", "slow")))
     house.ready(ring, 2.0, 2.0)
     timing = {"stage0_ms": 2.0, "stage1_ms": 9.0, "link_ms": 1.0}
     ring.measures.replied(15, timing, trio.current_time())
@@ -187,7 +187,7 @@ async def test_replies_that_had_the_ring_for_themselves_show_a_peer_that_has_bec
 
 async def test_what_a_stage_measured_when_it_loaded_is_no_news_when_its_peer_comes_back(house: House) -> None:
     """Its connection broke for a moment, and it says again what it said; replies have shown since how slow it is."""
-    ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator.rings.start(MODEL, LoadOptions(peers=("quick", "slow")))
     house.ready(ring, 2.0, 2.0)
     ring.measures.replied(16, {"stage0_ms": 2.0, "stage1_ms": 9.0}, trio.current_time())
     house.beat(QUICK)
@@ -200,9 +200,9 @@ async def test_what_a_stage_measured_when_it_loaded_is_no_news_when_its_peer_com
 
 async def test_a_ring_that_was_taken_over_tells_nothing_new_of_its_load(house: House) -> None:
     """Its stages measured themselves for an earlier coordinator, perhaps hours ago."""
-    planned, _ = house.coordinator.plan_load(MODEL, LoadOptions(peers=("quick", "slow")))
-    ring = house.coordinator._new_ring(planned, adopted=True)
-    house.coordinator.rings[ring.ring] = ring
+    planned, _ = house.coordinator.rings.plan(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator.rings.make(planned, adopted=True)
+    house.coordinator.rings.running[ring.ring] = ring
     house.ready(ring, 2.0, 40.0)
     assert ring.ready.keys() == {0, 1}
     assert house.paces() == {}
@@ -211,7 +211,7 @@ async def test_a_ring_that_was_taken_over_tells_nothing_new_of_its_load(house: H
 
 
 async def test_requests_that_share_the_ring_know_it(house: House) -> None:
-    ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator.rings.start(MODEL, LoadOptions(peers=("quick", "slow")))
     first = ring.open(RequestId("1"), {})
     assert first.alone
     ring.close(first)
@@ -221,9 +221,9 @@ async def test_requests_that_share_the_ring_know_it(house: House) -> None:
 
 
 async def test_who_is_removed_is_forgotten(house: House) -> None:
-    ring = house.coordinator.start_load(MODEL, LoadOptions(peers=("quick", "slow")))
+    ring = house.coordinator.rings.start(MODEL, LoadOptions(peers=("quick", "slow")))
     house.ready(ring, 2.0, 40.0)
-    house.coordinator.restoring.up(ring)
+    house.coordinator.rings.restoring.up(ring)
 
     async def remove(_name: str) -> Any:
         return SimpleNamespace(node=SLOW, name="slow")
@@ -233,4 +233,4 @@ async def test_who_is_removed_is_forgotten(house: House) -> None:
         setattr(house.coordinator.enrolment, name, lambda: Frame("places", {}, pack_body({})))
     await house.coordinator.remove("slow")
     assert house.paces() == {QUICK: 2.0}
-    assert [(r["peers"], r["num_stages"]) for r in house.coordinator.restoring.records(())] == [([], 2)]
+    assert [(r["peers"], r["num_stages"]) for r in house.coordinator.rings.restoring.records(())] == [([], 2)]
