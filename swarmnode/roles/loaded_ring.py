@@ -97,6 +97,8 @@ class LoadedRing:
         self.unsure: set[int] = set()
         """Stages whose node was away, and has not said yet that it holds them."""
         self._idle = trio.Event()
+        """Set while no request runs that could still end well; one for all that wait for it."""
+        self._idle.set()
         self._driver: Driver[RingInput, RingCommand, RingEvent] = Driver(self.life, self._send, self._notify)
 
     @property
@@ -190,9 +192,7 @@ class LoadedRing:
         self.draining = True
         if not force:
             with trio.move_on_after(DRAIN_S):
-                while self.requests and self.life.state is RingState.READY:
-                    self._idle = trio.Event()
-                    await self._idle.wait()
+                await self._idle.wait()
         self.fail_requests(ModelUnloading(f"{self.model} is being unloaded"))
         self.feed(UnloadAsked())
         await self.over.wait()
@@ -204,6 +204,8 @@ class LoadedRing:
         stream = RequestStream(request, lambda: self._post(self.head, cancel))
         for other in (stream, *self.requests.values()) if self.requests else ():
             other.alone = False
+        if self._idle.is_set():
+            self._idle = trio.Event()
         self.requests[request] = stream
         self._post(self.head, opened)
         return stream
@@ -260,8 +262,10 @@ class LoadedRing:
         self.over.set()
 
     def fail_requests(self, error: SwarmError) -> None:
+        """All that run; nobody needs to wait for them any more."""
         for stream in self.requests.values():
             stream.cancel(error)
+        self._idle.set()
 
     def phase(self, stage: int) -> str:
         """Of a stage, for people: never ready where its peer is away, or it is gone."""

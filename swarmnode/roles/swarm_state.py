@@ -40,7 +40,8 @@ class Replica(Protocol):
 
 
 class SwarmState:
-    """One change at a time; whatever a change raises leaves everything as it was."""
+    """One change at a time. One that raises Conflict or NoSpace leaves everything as it was; of one that raises
+    NotCoordinator, or whose caller leaves, it shows at the next coordinator whether it was kept."""
 
     def __init__(self, replica: Replica) -> None:
         """Raises InvalidRequest for a damaged document."""
@@ -157,5 +158,10 @@ class SwarmState:
             return result
 
     async def _keep(self, document: SwarmDocument) -> None:
-        await self._replica.write(document.encode(), self.version)
-        self._document = document
+        """Who waits for it may leave before the voters agree, and the next change begins with what is here then."""
+        encoded = document.encode()
+        try:
+            await self._replica.write(encoded, self.version)
+        finally:
+            if self._replica.entry.document == encoded:
+                self._document = document

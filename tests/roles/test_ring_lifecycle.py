@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +255,42 @@ async def test_l1_a_drain_takes_a_minute_at_most_unless_it_is_forced(world: Worl
     began = trio.current_time()
     await old.unload(force=False)
     assert trio.current_time() - began == 60 + UNLOAD_TAKES_S
+
+
+async def test_l1_all_drains_of_a_ring_end_with_its_last_reply(world: World, autojump_clock: object) -> None:
+    """Two people unload it."""
+    old = await world.ready("old")
+    streams = [old.open(RequestId(name), {}) for name in ("r", "s")]
+    began, ended = trio.current_time(), list[float]()
+
+    async def unload() -> None:
+        await old.unload(force=False)
+        ended.append(trio.current_time() - began)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(unload)
+            await trio.sleep(1)
+        old.close(streams.pop())
+        await trio.sleep(1)
+        assert old.requests, "a reply runs on"
+        old.close(streams.pop())
+    assert ended == [3 + UNLOAD_TAKES_S] * 2
+
+
+async def test_l1_a_drain_does_not_wait_for_replies_that_have_failed(world: World, autojump_clock: object) -> None:
+    """Their clients may take their time to read that; a reply after them is one to wait for."""
+    old = await world.ready("old")
+    old.open(RequestId("failed"), {})
+    old.part_from(0)
+    began = trio.current_time()
+    stream = old.open(RequestId("r"), {})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(old.unload, force=False))
+        await trio.sleep(2)
+        old.feed(LOST)
+    assert stream.ended
+    assert trio.current_time() - began == 2 + UNLOAD_TAKES_S
 
 
 @pytest.mark.parametrize("world", [{"max_loaded_models": 2}], indirect=True)

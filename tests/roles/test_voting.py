@@ -17,7 +17,7 @@ from swarmnode.errors import Conflict, NoSpace, NotCoordinator
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.ballot import Ballot
 from swarmnode.roles.seats import Seats
-from swarmnode.roles.swarm_document import SwarmDocument
+from swarmnode.roles.swarm_document import SwarmDocument, decode_document
 from swarmnode.roles.swarm_state import SwarmState
 from swarmnode.roles.voting import Voting
 from swarmnode.wire.address import Address
@@ -167,6 +167,22 @@ async def test_a_voter_without_which_no_majority_is_connected_stays(
             seats.check_leaving(records[B])
         seats.check_leaving(records[C])
         assert [(link["name"], link["up"]) for link in seats.voter_links()] == [("node b", True), ("node c", False)]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_change_that_nobody_waits_for_any_more_is_not_undone_by_the_next(
+    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+) -> None:
+    async with trio.open_nursery() as nursery:
+        machines = await three(network, tmp_path, nursery)
+        first = machines[A].voting
+        await first.write(SwarmDocument().encode(), first.entry.version)
+        state, ring = SwarmState(first), {"ring": "r"}
+        with trio.move_on_after(network.latency_s / 2) as waiting:
+            await state.keep_rings([ring])
+        assert waiting.cancelled_caught, "its caller left before the others had answered"
+        await state.change_seats(lambda book, _: book.seat(Seated(A, "node a", PLACES[A])))
+        assert (decode_document(first.entry.document).rings, state.rings) == ((ring,), (ring,))
         nursery.cancel_scope.cancel()
 
 
