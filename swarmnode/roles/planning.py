@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarmnode.catalog.planning import check_codecs, stage_files
+from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import NOTHING_MEASURED
 from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_quantization, check_supported
+from swarmnode.compute.supported import SCRIPTED, architecture_name, check_supported, quantization_obstacles
 from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
@@ -42,7 +43,19 @@ class PlannedRing:
     quantization: str = NONE
     asked_quantization: str = NONE
     notice: str = ""
-    """Why it serves with another quantization than was asked."""
+    """Why it serves with another quantization than was asked, or than the model records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known beside the offers: of the peers for steps over some weights, and by quantization why it cannot be
+    had of the model."""
+
+    measured: Callable[[Weights], Measured] = lambda _: NOTHING_MEASURED
+    obstacles: Mapping[str, str] = field(default_factory=dict)
+
+
+NOTHING_KNOWN = Known()
 
 
 def model_shape(manifest: Manifest) -> ModelShape:
@@ -66,20 +79,26 @@ def model_shape(manifest: Manifest) -> ModelShape:
     )
 
 
-def check_architecture(registry: Registry, manifest: Manifest, options: LoadOptions) -> None:
-    """Raise LoadRefused where this version cannot serve the model in stages, or not as quantized as is asked, by its
-    config alone."""
+def examine_blocks(registry: Registry, manifest: Manifest) -> dict[str, str]:
+    """By quantization, why it cannot be had of this model; raises LoadRefused where this version cannot serve the model
+    in stages at all. By its config and its tensors' names; nothing where the files are not here."""
     entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
     if entry is None or entry.size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
     if manifest not in registry.here():
-        return  # its files are on other machines, which look when they load
+        return {}  # its files are on other machines, which look when they load
     try:
         config = json.loads(registry.file_path(manifest.id, entry).read_bytes())
     except ValueError as error:
         raise InvalidModel(f"{manifest.id}: {CONFIG_PATH} is not JSON ({error}); import it again") from error
     check_supported(config)
-    check_quantization(config, _asked_quantization(manifest, options))
+    shard = next((file for file in manifest.shard_files(0) if file.path.endswith(".safetensors")), None)
+    if shard is None:
+        return {}
+    tensors = read_header(registry.file_path(manifest.id, shard))
+    found = quantization_obstacles(config, [name for name in tensors if name.startswith("model.layers.")])
+    name = architecture_name(config)
+    return {method: f"architecture {name!r} cannot be served with {method}: {why}" for method, why in found.items()}
 
 
 def plan_ring(
@@ -89,13 +108,15 @@ def plan_ring(
     settings: Settings,
     ring: RingId,
     epoch: int,
-    measured: Callable[[Weights], Measured] = lambda _: NOTHING_MEASURED,
+    known: Known = NOTHING_KNOWN,
 ) -> PlannedRing:
-    """Place the model; raises LoadRefused or PeerNotFound before anything is sent. `measured` says what is known of the
-    peers for steps over some weights."""
+    """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
     check_codecs(manifest)
-    asked = _asked_quantization(manifest, options)
-    plan, request, notice = _place(manifest, options, Swarm(offers, measured), settings, asked)
+    asked, cause = default_quantization(manifest.quantization)
+    if options.quantization:
+        asked, cause = options.quantization, ""
+        _refuse_unquantizable(asked, known.obstacles)
+    plan, request, notice = _place(manifest, options, Swarm(offers, known), settings, Wanted(asked, cause))
     layers = manifest.architecture.num_layers
     specs = tuple(
         LoadSpec(
@@ -128,8 +149,11 @@ def plan_ring(
     return PlannedRing(plan, specs, request.dtype, request.quantization, asked, notice)
 
 
-def _asked_quantization(manifest: Manifest, options: LoadOptions) -> str:
-    return options.quantization or default_quantization(manifest.quantization)
+def _refuse_unquantizable(asked: str, obstacles: Mapping[str, str]) -> None:
+    """Raise LoadRefused where neither what a load asks for nor what would serve in its place can be had of the model:
+    who asks for fewer bits is not given all of them instead."""
+    if asked != NONE and all(method == NONE or method in obstacles for method in (asked, *degraded(asked))):
+        raise LoadRefused(f"{obstacles[asked]}; load it without quantization", param="quantization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +161,27 @@ class Swarm:
     """What there is to place on."""
 
     offers: Sequence[PeerResources]
-    measured: Callable[[Weights], Measured]
+    known: Known
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A quantization, and why it is another one than the model records."""
+
+    method: str
+    cause: str
 
 
 def _place(
-    manifest: Manifest, options: LoadOptions, swarm: Swarm, settings: Settings, asked: str
+    manifest: Manifest, options: LoadOptions, swarm: Swarm, settings: Settings, wanted: Wanted
 ) -> tuple[Plan, PlanRequest, str]:
-    """With the quantization that was asked, else where too few peers have its kernels with the next best one (Q1)."""
-    lacking = ""
-    for method in (asked, *degraded(asked)):
+    """With the quantization that is wanted, else where it cannot be had of the model's blocks or too few peers have its
+    kernels with the next best one (Q1, Q2)."""
+    lacking = wanted.cause and f"{wanted.cause}; "
+    for method in (wanted.method, *degraded(wanted.method)):
+        if method in swarm.known.obstacles:
+            lacking += f"{swarm.known.obstacles[method]}; "
+            continue
         request = PlanRequest(
             num_stages=options.num_stages,
             peers=options.peers,
@@ -157,7 +193,7 @@ def _place(
             prefer=options.prefer,
         )
         try:
-            measured = swarm.measured(Weights(manifest.model_id, request.dtype, method))
+            measured = swarm.known.measured(Weights(manifest.model_id, request.dtype, method))
             plan = plan_load(model_shape(manifest), request, swarm.offers, measured)
         except LacksKernels as error:
             lacking += f"{error.message}; "
@@ -166,7 +202,8 @@ def _place(
                 raise
             raise LoadRefused(f"{lacking}and with {method}: {error.message}", param="quantization") from error
         else:
-            return plan, request, f"{lacking}served with {method}" if lacking else ""
+            served = "in full precision" if method == NONE else f"with {method}"
+            return plan, request, f"{lacking}served {served}" if lacking else ""
     raise AssertionError("full precision needs no kernels")
 
 
