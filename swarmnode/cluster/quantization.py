@@ -76,6 +76,15 @@ def _meaning(meanings: Mapping[str, Mapping[str | int, str]], key: object, value
     return known.get(value) if type(value) in (str, int) else None  # type: ignore[call-overload,no-any-return]
 
 
+def merges_adapter(method: str, *, dora: bool) -> bool:
+    """Whether a LoRA adapter is merged into the weights before they are stored by `method`, or kept beside them.
+
+    int4-fast: Q2's kernels take no adapter beside them, and so they are packed from merged weights everywhere. DoRA is
+    merged before eight bits, too: PEFT 0.21 does not run it over those of bitsandbytes 0.50, which lose their scales.
+    """
+    return method in (NONE, INT4_FAST, INT4_CARD) or (dora and method != NF4)
+
+
 def degraded(method: str) -> tuple[str, ...]:
     """What serves in the place of `method` where too few peers have its kernels, best first: as few bits by
     bitsandbytes, then full precision."""

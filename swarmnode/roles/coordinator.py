@@ -37,7 +37,7 @@ from swarmnode.roles.loaded_ring import LoadedRing
 from swarmnode.roles.loop_watch import watch_loop
 from swarmnode.roles.member_codec import members_frame, read_mark
 from swarmnode.roles.members import Member
-from swarmnode.roles.planning import Known, examine_blocks, plan_ring
+from swarmnode.roles.planning import examine, plan_ring
 from swarmnode.roles.relay import Relay
 from swarmnode.roles.reports import Beat, LinkedStage, ReadyStage, read_gauges, read_report
 from swarmnode.roles.restoring import Restoring
@@ -245,10 +245,10 @@ class Coordinator:
         """What a load would be, and the rings that would go for it; raises as `start_load` and changes nothing."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self.registry.get(model)
-        obstacles = examine_blocks(self.registry, manifest)
+        of_model = examine(self.registry, manifest)
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
-            known = Known(partial(self.machines.seen, now=trio.current_time()), obstacles)
+            known = replace(of_model, measured=partial(self.machines.seen, now=trio.current_time()))
             layers = manifest.architecture.num_layers
             offers = with_kept(offers, self.members, model, layers, self._last.get(model))
             return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch, known)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from swarmnode.catalog.planning import check_codecs, stage_files
+from swarmnode.catalog.adapter import ADAPTER_FILE
+from swarmnode.catalog.planning import check_codecs, cut_of_shards, stage_files
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import NOTHING_MEASURED
@@ -19,7 +20,7 @@ from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
@@ -48,11 +49,14 @@ class PlannedRing:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known beside the offers: of the peers for steps over some weights, and by quantization why it cannot be
-    had of the model."""
+    """What is known beside the offers."""
 
     measured: Callable[[Weights], Measured] = lambda _: NOTHING_MEASURED
+    """Of the peers, for steps over some weights."""
     obstacles: Mapping[str, str] = field(default_factory=dict)
+    """By quantization, why it cannot be had of the model."""
+    shard_boundaries: tuple[int, ...] | None = None
+    """Where its shards are cut, if it records no split."""
 
 
 NOTHING_KNOWN = Known()
@@ -76,29 +80,40 @@ def model_shape(manifest: Manifest) -> ModelShape:
         recurrent_layers=frozenset(arch.recurrent_layers),
         state_values_per_layer=arch.state_values_per_layer,
         adapter_params=arch.adapter_params,
+        dora=arch.dora,
     )
 
 
-def examine_blocks(registry: Registry, manifest: Manifest) -> dict[str, str]:
-    """By quantization, why it cannot be had of this model; raises LoadRefused where this version cannot serve the model
-    in stages at all. By its config and its tensors' names; nothing where the files are not here."""
+def examine(registry: Registry, manifest: Manifest) -> Known:
+    """What a model's config and its tensors' names say, where its files are here; raises LoadRefused where this version
+    cannot serve it in stages at all."""
     entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
     if entry is None or entry.size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
     if manifest not in registry.here():
-        return {}  # its files are on other machines, which look when they load
+        return NOTHING_KNOWN  # its files are on other machines, which look when they load
     try:
         config = json.loads(registry.file_path(manifest.id, entry).read_bytes())
     except ValueError as error:
         raise InvalidModel(f"{manifest.id}: {CONFIG_PATH} is not JSON ({error}); import it again") from error
     check_supported(config)
-    shard = next((file for file in manifest.shard_files(0) if file.path.endswith(".safetensors")), None)
-    if shard is None:
-        return {}
-    tensors = read_header(registry.file_path(manifest.id, shard))
-    found = quantization_obstacles(config, [name for name in tensors if name.startswith("model.layers.")])
-    name = architecture_name(config)
-    return {method: f"architecture {name!r} cannot be served with {method}: {why}" for method, why in found.items()}
+    if architecture_name(config) == SCRIPTED:
+        return NOTHING_KNOWN
+    name, found = architecture_name(config), quantization_obstacles(config, _tensors(registry, manifest, 0))
+    told = {method: f"architecture {name!r} cannot be served with {method}: {why}" for method, why in found.items()}
+    if manifest.boundaries is not None:
+        return Known(obstacles=told)
+    shards = [_tensors(registry, manifest, shard) for shard in range(manifest.num_stages)]
+    return Known(obstacles=told, shard_boundaries=cut_of_shards(manifest, shards))
+
+
+def _tensors(registry: Registry, manifest: Manifest, shard: int) -> Collection[str]:
+    """The names in a shard of the model itself; an adapter's may be in every shard."""
+    found: set[str] = set()
+    for file in manifest.shard_files(shard):
+        if file.path.endswith(".safetensors") and not file.path.endswith(f"/{ADAPTER_FILE}"):
+            found |= read_header(registry.file_path(manifest.id, file)).keys()
+    return found
 
 
 def plan_ring(
@@ -177,6 +192,7 @@ def _place(
 ) -> tuple[Plan, PlanRequest, str]:
     """With the quantization that is wanted, else where it cannot be had of the model's blocks or too few peers have its
     kernels with the next best one (Q1, Q2)."""
+    shape = replace(model_shape(manifest), shard_boundaries=swarm.known.shard_boundaries)
     lacking = wanted.cause and f"{wanted.cause}; "
     for method in (wanted.method, *degraded(wanted.method)):
         if method in swarm.known.obstacles:
@@ -194,7 +210,7 @@ def _place(
         )
         try:
             measured = swarm.known.measured(Weights(manifest.model_id, request.dtype, method))
-            plan = plan_load(model_shape(manifest), request, swarm.offers, measured)
+            plan = plan_load(shape, request, swarm.offers, measured)
         except LacksKernels as error:
             lacking += f"{error.message}; "
         except LoadRefused as error:

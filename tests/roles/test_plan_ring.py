@@ -18,7 +18,7 @@ from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.plan_report import plan_report
-from swarmnode.roles.planning import Known, PlannedRing, examine_blocks, plan_ring
+from swarmnode.roles.planning import Known, PlannedRing, examine, plan_ring
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,38 +228,63 @@ def test_q2_a_model_that_takes_no_quantization_is_refused_where_one_is_asked(set
     assert (planned.quantization, planned.notice) == ("none", "no nf4 of experts; served in full precision")
 
 
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MODULES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+FUSED = ["self_attn.qkv_proj", *MODULES[3:]]
+
+
+def on_disk(root: Path, manifest: Manifest, config: dict[str, object], shards: list[list[str]]) -> Manifest:
+    """`manifest` with files under `root`: a config, shards with tensors of these names, in each the whole adapter."""
+    contents = dict.fromkeys((file.path for file in manifest.files), b"{}")
+    contents["tokenizer/config.json"] = json.dumps(config).encode()
+    for stage, names in enumerate(shards):
+        header = encode_header([(f"model.{name}.weight", "F32", (1,)) for name in names])
+        contents[f"shards/stage-{stage}/model.safetensors"] = header + bytes(4 * len(names))
+        adapter = encode_header(
+            [(f"model.layers.{layer}.mlp.up_proj.lora_A.weight", "F32", (1,)) for layer in range(6)]
+        )
+        contents[f"shards/stage-{stage}/adapter.safetensors"] = adapter + bytes(4 * 6)
+    for path, content in contents.items():
+        (root / manifest.id / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / manifest.id / path).write_bytes(content)
+    files = tuple(FileEntry(path=path, size=len(content), sha256="ab" * 32) for path, content in contents.items())
+    written = manifest.model_copy(update={"files": files})
+    (root / manifest.id / "servable.json").write_text(written.model_dump_json())
+    return written
+
+
 @pytest.mark.parametrize(
-    ("config", "fused", "refused"),
+    ("config", "modules", "refused"),
     [
-        ({}, False, set()),
-        ({}, True, {"int8", "int4-fast"}),
-        ({"num_local_experts": 4}, False, {"int8", "int4-fast", "nf4", "bnb-int8"}),
+        ({}, MODULES, set()),
+        ({}, FUSED, {"int8", "int4-fast"}),
+        ({"num_local_experts": 4}, MODULES, {"int8", "int4-fast", "nf4", "bnb-int8"}),
     ],
     ids=["llama", "fused", "experts"],
 )
 def test_q2_what_cannot_be_had_is_seen_in_the_files(
-    config: dict[str, object], fused: bool, refused: set[str], tmp_path: Path
+    config: dict[str, object], modules: list[str], refused: set[str], tmp_path: Path
 ) -> None:
-    names = ["qkv_proj", "o_proj"] if fused else ["q_proj", "k_proj", "v_proj", "o_proj"]
-    modules = [f"self_attn.{name}" for name in names] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    shard = encode_header([(f"model.layers.0.{name}.weight", "F32", (1,)) for name in modules]) + bytes(
-        4 * len(modules)
-    )
-    folder = tmp_path / "tiny"
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | config
-    contents = dict.fromkeys((file.path for file in MANIFEST.files), b"{}")
-    contents |= {"tokenizer/config.json": json.dumps(llama).encode(), MANIFEST.files[2].path: shard}
-    for path, content in contents.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-    files = tuple(FileEntry(path=path, size=len(content), sha256="ab" * 32) for path, content in contents.items())
-    manifest = MANIFEST.model_copy(update={"files": files})
-    (folder / "servable.json").write_text(manifest.model_dump_json())
-    found = examine_blocks(Registry(tmp_path), manifest)
+    manifest = on_disk(tmp_path, MANIFEST, LLAMA | config, [[f"layers.0.{module}" for module in modules]])
+    found = examine(Registry(tmp_path), manifest).obstacles
     assert set(found) == refused
-    assert all(
-        why.startswith(f"architecture 'LlamaForCausalLM' cannot be served with {m}:") for m, why in found.items()
+    assert all(f"'LlamaForCausalLM' cannot be served with {method}: " in why for method, why in found.items())
+
+
+def test_m4_a_model_that_records_no_split_is_cut_where_its_shards_are(tmp_path: Path, settings: Settings) -> None:
+    """Five of six layers of one size are in the first shard: by parameters it would be three."""
+    shards = [[f"layers.{layer}.mlp.up_proj" for layer in layers] for layers in (range(5), range(5, 6))]
+    unrecorded = MANIFEST.model_copy(update={"boundaries": None})
+    manifest = on_disk(tmp_path, unrecorded, LLAMA, [["embed_tokens", *shards[0]], [*shards[1], "norm"]])
+    planned = plan_ring(
+        manifest, LoadOptions(), PEERS, settings, RingId("r1"), 3, examine(Registry(tmp_path), manifest)
     )
+    assert [(spec.first_layer, spec.end_layer) for spec in planned.specs] == [(0, 5), (5, 6)]
+    own = [[file.path for file in spec.files if file.path.startswith("shards")] for spec in planned.specs]
+    names = ("model", "adapter")
+    assert own == [[f"shards/stage-{stage}/{name}.safetensors" for name in names] for stage in (0, 1)]
+    with pytest.raises(LoadRefused, match="not on this machine"):
+        plan(LoadOptions(), settings, unrecorded)
 
 
 def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(settings: Settings) -> None:
