@@ -27,12 +27,24 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 _NAME = re.compile(r"base_model\.model\.(model\.layers\.(\d{1,5})\.[A-Za-z0-9_.]+)\.(lora_[A-Za-z_.]+)")
-_FALSY = ("fan_in_fan_out", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
+_READ = (
+    *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "bias", "init_lora_weights"),
+)
+_HARMLESS = (
+    *("revision", "auto_mapping", "peft_version", "inference_mode", "lora_dropout", "runtime_config", "megatron_core"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    "qalora_group_size",
+)
+"""These say how it was trained, or which modules were chosen, which the tensors' names say too, or belong to a switch
+that is refused. Any other that is set may change what is computed: PEFT adds some with every release."""
 _KEPT_BASES = (None, True, False, "gaussian")
 """init_lora_weights that leave the base as it is; PiSSA, OLoRA, LoftQ and the like train on another one."""
 MAX_RANK = 4096
 SCALES_PATH = "tokenizer/adapter.json"
 """In a servable, beside its config.json: every stage reads both."""
+ADAPTER_FILE = "adapter.safetensors"
+"""In a servable, in each shard."""
 _LAYER = re.compile(r"model\.layers\.\d{1,5}\.")
 
 
@@ -95,12 +107,13 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     if raw.get("peft_type") != "LORA" or raw.get("task_type") not in (None, "CAUSAL_LM"):
         kind = f"{raw.get('peft_type')} for {raw.get('task_type')}"
         raise InvalidModel(f"{path.name}: is {kind[:80]}; only LORA for CAUSAL_LM is served")
-    odd = next((key for key in _FALSY if raw.get(key)), None)
+    odd = next((key for key, value in raw.items() if value and key not in (*_READ, *_HARMLESS)), None)
     odd = odd or ("bias" if raw.get("bias") not in (None, "none") else None)
     odd = odd or ("init_lora_weights" if raw.get("init_lora_weights") not in _KEPT_BASES else None)
-    odd = odd or ("alora_invocation_tokens" if raw.get("alora_invocation_tokens") else None)
     if odd is not None:
-        raise InvalidModel(f"{path.name}: {odd} is {str(raw[odd])[:80]}, which is not served; merge it with PEFT first")
+        raise InvalidModel(
+            f"{path.name}: {odd[:80]} is {str(raw[odd])[:80]}, which is not served; merge it with PEFT first"
+        )
     return AdapterConfig(
         base=str(raw.get("base_model_name_or_path") or ""),
         rank=_rank(raw.get("r"), path),

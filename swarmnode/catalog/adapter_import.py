@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from swarmnode.catalog.adapter import SCALES_PATH, check_fits, encode_scales, read_adapter
+from swarmnode.catalog.adapter import ADAPTER_FILE, SCALES_PATH, check_fits, encode_scales, read_adapter
 from swarmnode.catalog.disk import check_space, full_disk_as_no_space
 from swarmnode.catalog.manifest import MANIFEST_NAME, FileEntry, Manifest
 from swarmnode.catalog.progress import ImportProgress, Report, ignore
@@ -107,7 +107,7 @@ def _write_adapter(adapter: Adapter, base: Manifest, target: Path, report: Repor
     for stage in range(base.num_stages):
         chosen = {name: tensor for name, tensor in adapter.tensors.items() if _layer(name) in _layers(base, stage)}
         if chosen:
-            yield from write_shard(Shard(f"shards/stage-{stage}/adapter.safetensors", chosen), target, advance)
+            yield from write_shard(Shard(f"shards/stage-{stage}/{ADAPTER_FILE}", chosen), target, advance)
     raw = encode_scales(adapter)
     (target / SCALES_PATH).write_bytes(raw)
     yield FileEntry(path=SCALES_PATH, size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
@@ -127,7 +127,9 @@ def _layer(name: str) -> int:
 
 
 def _manifest(base: Manifest, adapter: Adapter, chosen: ModelId, source: str, files: list[FileEntry]) -> Manifest:
-    arch = base.architecture.model_copy(update={"adapter_params": _params(adapter.tensors, base)})
+    arch = base.architecture.model_copy(
+        update={"adapter_params": _params(adapter.tensors, base), "dora": adapter.config.dora}
+    )
     changes = {"id": chosen, "base": source, "architecture": arch, "export": "adapters", "created": int(time.time())}
     return base.model_copy(update={**changes, "import_id": uuid.uuid4().hex, "files": tuple(files)})
 

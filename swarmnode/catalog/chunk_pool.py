@@ -6,11 +6,12 @@ coordinator takes anything once it has waited, so that a slow peer delays a load
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
     from swarmnode.catalog.chunks import ChunkList
 
@@ -32,14 +33,17 @@ class Batch:
 
 
 class ChunkPool:
-    """`wanted` lists the missing chunks by file. Where this peer begins follows from `turn` (0 … 1): two that fetch the
-    same bytes at once begin in different places, and give each other the rest."""
+    """`wanted` lists the missing chunks by file. In which order this peer takes the batches follows from `seed`, one
+    after the other where it is empty: two that fetch the same bytes at once seldom ask for the same, and give each
+    other the rest. Orders that only began in different places would run into each other and go on side by side."""
 
-    def __init__(self, wanted: Mapping[int, Sequence[int]], lists: Sequence[ChunkList], turn: float = 0.0) -> None:
+    def __init__(self, wanted: Mapping[int, Sequence[int]], lists: Sequence[ChunkList], seed: str = "") -> None:
         order = [(file, index) for file in sorted(wanted) for index in sorted(wanted[file])]
-        start = int(turn * len(order))
         self._lists = lists
-        self._free = dict.fromkeys([*order[start:], *order[:start]])
+        batches = list(self._batches(order))
+        if seed:
+            batches.sort(key=lambda pieces: hashlib.sha256(f"{seed} {pieces[0]}".encode()).digest())
+        self._free = dict.fromkeys(piece for pieces in batches for piece in pieces)
         self._left = set(order)
         self._has: dict[str, Mapping[int, bytes]] = {}
 
@@ -65,9 +69,18 @@ class ChunkPool:
         """The next batch for a peer, of what it has."""
         return self._batch(lambda piece: self._holds(source, piece))
 
-    def take_rest(self, *, anything: bool) -> Batch | None:
-        """The next batch for the coordinator: what no peer has, or with `anything` whatever nobody fetches now."""
-        return self._batch(lambda piece: anything or not any(self._holds(source, piece) for source in self._has))
+    def take_rest(self, *, anything: bool, but: Collection[tuple[int, int]] = ()) -> Batch | None:
+        """The next batch for the coordinator: what no peer has, or with `anything` whatever nobody fetches now; none of
+        `but`."""
+
+        def fits(piece: tuple[int, int]) -> bool:
+            return piece not in but and (anything or not any(self._holds(source, piece) for source in self._has))
+
+        return self._batch(fits)
+
+    def waits_only_for(self, pieces: Set[tuple[int, int]]) -> bool:
+        """All else has arrived."""
+        return self._left <= pieces
 
     def done(self, file: int, index: int) -> None:
         self._left.discard((file, index))
@@ -75,6 +88,20 @@ class ChunkPool:
     def give_back(self, batch: Batch) -> None:
         """What of it has not arrived is free again."""
         self._free.update(dict.fromkeys(piece for piece in batch.pieces if piece in self._left))
+
+    def _batches(self, order: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+        """`order` in runs of at most BATCH_BYTES, or of one chunk."""
+        run: list[tuple[int, int]] = []
+        size = 0
+        for file, index in order:
+            more = self._lists[file].size(index)
+            if run and (run[-1] != (file, index - 1) or size + more > BATCH_BYTES):
+                yield run
+                run, size = [], 0
+            run.append((file, index))
+            size += more
+        if run:
+            yield run
 
     def _holds(self, source: str, piece: tuple[int, int]) -> bool:
         marks = self._has.get(source, {}).get(piece[0], b"")

@@ -84,6 +84,8 @@ class Architecture(_Record):
     """Numbers in such a state."""
     adapter_params: tuple[int, ...] = ()
     """Parameters of the LoRA adapter on each layer; empty where the model has none."""
+    dora: bool = False
+    """The adapter is DoRA."""
 
 
 class Manifest(_Record):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from swarmnode.catalog.slices import layer_of
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from swarmnode.catalog.manifest import FileEntry, Manifest
 
 
@@ -51,6 +54,28 @@ def _unrecorded(manifest: Manifest, num_stages: int, stage: int | None) -> tuple
             f"it was exported with; {num_stages} were asked"
         )
     return tuple(range(num_stages)) if stage is None else (stage,)
+
+
+def cut_of_shards(manifest: Manifest, tensors: Sequence[Iterable[str]]) -> tuple[int, ...]:
+    """Where a model that records no split was cut: the first layers of its shards 1, 2, …, by the names of each shard's
+    tensors. Raises LoadRefused that names a shard whose layers are not those that follow the one before."""
+    begins, next_layer = [], 0
+    for shard, names in enumerate(tensors):
+        held = sorted({layer for name in names if (layer := layer_of(name)) is not None})
+        if not held or held != list(range(next_layer, next_layer + len(held))):
+            raise LoadRefused(
+                f"{manifest.id} does not record where it was cut, and shard {shard} has layers {_told(held)} where "
+                f"{next_layer} and what follows are next; export it again"
+            )
+        begins.append(next_layer)
+        next_layer += len(held)
+    if next_layer != (layers := manifest.architecture.num_layers):
+        raise LoadRefused(f"{manifest.id} has {layers} layers, its shards hold {next_layer}; export it again")
+    return tuple(begins[1:])
+
+
+def _told(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))[:80] or "none"
 
 
 def check_codecs(manifest: Manifest) -> None:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"model\.layers\.(\d{1,5})\.")
 
 
+def layer_of(name: str) -> int | None:
+    """The layer in the whole model that a checkpoint name belongs to."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match[1])
+
+
 def slice_tensors(
     headers: Sequence[Mapping[str, TensorEntry]],
     first_layer: int,
@@ -38,9 +44,8 @@ def slice_tensors(
     def reads(name: str) -> bool:
         if name in unread:
             return False
-        match = _LAYER.match(name)
-        if match is not None:
-            return first_layer <= int(match[1]) < end_layer
+        if (layer := layer_of(name)) is not None:
+            return first_layer <= layer < end_layer
         if name == EMBEDDING:  # the head where a checkpoint ties them and has one table
             return is_first or (is_last and not has_head)
         return is_last or name not in (FINAL_NORM, HEAD)

@@ -298,11 +298,17 @@ def _lacks(peer: PeerResources, quantization: str, stages: int) -> str:
 
 
 def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """The recorded cut where the stage count is the recorded one, else the cut that balances parameters."""
+    """The recorded cut where the stage count is the recorded one, else the cut that balances parameters; where no split
+    is recorded that of the shards, of which every stage reads one."""
     if stages == shape.recorded_stages and shape.recorded_boundaries is not None:
         return shape.recorded_boundaries
     if shape.recorded_boundaries is None:
-        return balanced_boundaries(shape.layer_params, 0, 0, stages)
+        if shape.shard_boundaries is None:
+            raise LoadRefused(
+                "this model records no split, and its shards, which show where it was cut, are not on this machine: "
+                "load it where they are, or export it again with its boundaries"
+            )
+        return shape.shard_boundaries
     return balanced_boundaries(shape.layer_params, shape.embed_params, shape.head_params, stages)
 
 

@@ -1,6 +1,7 @@
 """What a stage of a model takes in memory, by arithmetic over the parameters that its headers list.
 
-Nothing here loads anything. Bytes per parameter follow the serving dtype or the quantization; the KV cache is priced by
+Nothing here loads anything, and nothing is guessed from a model's dimensions: an import has every tensor's header, an
+adapter's too. Bytes per parameter follow the serving dtype or the quantization; the KV cache is priced by
 position, recurrent states by session; workspace is what one forward and the load itself need beside those.
 """
 
@@ -14,9 +15,9 @@ from swarmnode.cluster.quantization import (
     CARD_INPUTS,
     HEAD_BYTES_PER_PARAM,
     INT4_CARD,
-    INT4_FAST,
     NF4,
     NONE,
+    merges_adapter,
 )
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,6 +48,7 @@ class ModelShape:
     context_tokens: int
     recorded_stages: int
     recorded_boundaries: tuple[int, ...] | None
+    """None: it records no split, and serves only over its own stages."""
     weightless: bool = False
     """A scripted servable: no torch, no weights."""
     tied: bool = False
@@ -56,8 +58,12 @@ class ModelShape:
     recurrent_layers: frozenset[int] = frozenset()
     """These keep a state per session and no KV."""
     state_values_per_layer: int = 0
+    shard_boundaries: tuple[int, ...] | None = None
+    """Where the shards of a model that records no split are cut; None: that is not known here."""
     adapter_params: tuple[int, ...] = ()
     """Of a LoRA adapter, by layer."""
+    dora: bool = False
+    """The adapter scales its rows to trained magnitudes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,8 @@ def _layer_param_bytes(shape: ModelShape, quantization: str, size: int) -> float
 
 
 def _adapter_bytes(shape: ModelShape, first: int, end: int, quantization: str) -> int:
-    """Kept in float32 beside quantized weights; merged, as for int4-fast and full precision, it takes nothing."""
-    return 0 if quantization in (NONE, INT4_FAST, INT4_CARD) else sum(shape.adapter_params[first:end]) * 4
+    """Kept in float32 beside quantized weights; merged it takes nothing."""
+    return 0 if merges_adapter(quantization, dora=shape.dora) else sum(shape.adapter_params[first:end]) * 4
 
 
 def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization: str) -> int:

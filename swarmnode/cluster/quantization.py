@@ -34,9 +34,12 @@ CARD_INPUTS = 1024
 """torchao pads every matrix to a multiple of as many input features."""
 _MEANINGS: Mapping[str, Mapping[str | int, str]] = {
     "method": {method: method for method in METHODS},
-    "bits": {4: NF4, 8: BNB_INT8},
     "backend": {"torchao": INT4_FAST},
+    "bits": {4: NF4, 8: BNB_INT8},
 }
+_RECORDED: Mapping[str, Mapping[str | int, str]] = {**_MEANINGS, "quant_type": {"nf4": NF4}}
+"""What says the method in a servable's record, the first word first; other keys are details of it."""
+_BITS = {NF4: 4, INT4_FAST: 4, INT8: 8, BNB_INT8: 8}
 _ALLOWED = (
     '{"method": "none"}, {"method": "nf4"} (or {"bits": 4}), {"bits": 8} (or {"method": "bnb-int8"}), '
     '{"method": "int8"} and {"method": "int4-fast"} (or {"backend": "torchao"})'
@@ -47,8 +50,7 @@ def read_quantization(asked: object) -> str:
     """A load's `quantization` object as one of METHODS; raises LoadRefused that names what is allowed."""
     if isinstance(asked, Mapping) and len(asked) == 1:
         ((key, value),) = asked.items()
-        method = _MEANINGS.get(key, {}).get(value) if type(value) in (str, int) else None
-        if method is not None:
+        if (method := _meaning(_MEANINGS, key, value)) is not None:
             return method
     raise LoadRefused(f"quantization {str(asked)[:120]} is not served; allowed are {_ALLOWED}", param="quantization")
 
@@ -58,13 +60,29 @@ def stored_as(method: str, *, on_card: bool) -> str:
     return INT4_CARD if on_card and method == INT4_FAST else method
 
 
-def default_quantization(trained_with: object) -> str:
-    """What a servable's own entry means for a load that asks for nothing: full precision where its method is not one
-    that stages serve."""
-    try:
-        return NONE if trained_with is None else read_quantization(trained_with)
-    except LoadRefused:
-        return NONE
+def default_quantization(trained_with: Mapping[str, str | int] | None) -> tuple[str, str]:
+    """What a servable's own record means for a load that asks for nothing, and why that is full precision where the
+    record says something else: its method is not one that stages serve, or it contradicts itself."""
+    if trained_with is None:
+        return NONE, ""
+    named = [_meaning(_RECORDED, key, trained_with[key]) for key in _RECORDED if key in trained_with]
+    if named and named[0] is not None and len({_BITS.get(method or "") for method in named}) == 1 and None not in named:
+        return named[0], ""
+    return NONE, f"its record says quantization {str(dict(trained_with))[:120]}, which stages do not serve"
+
+
+def _meaning(meanings: Mapping[str, Mapping[str | int, str]], key: object, value: object) -> str | None:
+    known = meanings.get(key, {}) if isinstance(key, str) else {}
+    return known.get(value) if type(value) in (str, int) else None  # type: ignore[call-overload,no-any-return]
+
+
+def merges_adapter(method: str, *, dora: bool) -> bool:
+    """Whether a LoRA adapter is merged into the weights before they are stored by `method`, or kept beside them.
+
+    int4-fast: Q2's kernels take no adapter beside them, and so they are packed from merged weights everywhere. DoRA is
+    merged before eight bits, too: PEFT 0.21 does not run it over those of bitsandbytes 0.50, which lose their scales.
+    """
+    return method in (NONE, INT4_FAST, INT4_CARD) or (dora and method != NF4)
 
 
 def degraded(method: str) -> tuple[str, ...]:

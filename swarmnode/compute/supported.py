@@ -14,7 +14,7 @@ from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 SCRIPTED = "Scripted"
 """Architecture name of servables that `compute/scripted.py` replays."""
@@ -61,6 +61,10 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "audio_config": "audio",
     "text_config": "a model inside a model (multimodal)",
 }
+_LLAMA_PARTS = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REFUSED_FLAGS: Mapping[str, str] = {
     "is_encoder_decoder": "an encoder",
@@ -83,23 +87,19 @@ def check_supported(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_quantization(config: Mapping[str, Any], method: str) -> None:
-    """Raise LoadRefused, naming the cause, where `method` cannot quantize this config's blocks. What no config says (a
-    part that only one family has) is found at the load."""
+def quantization_obstacles(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, str]:
+    """By method, why it cannot quantize the blocks of this config, whose checkpoint has `tensors`. What neither says
+    (what a block does with its parts) is found at the load."""
     experts = next((key for key in _EXPERT_COUNTS if config.get(key)), None)
-    reason = ""
-    if method in BNB_METHODS and experts is not None:
-        reason = f"bitsandbytes quantizes linear layers alone, and its experts ({experts}) are none"
-    elif method in PACKED_METHODS and experts is not None:
-        reason = f"the packed kernels need Llama-shaped blocks, and it has experts ({experts})"
-    elif method in PACKED_METHODS and recurrent_layers(config):
-        reason = "the packed kernels need Llama-shaped blocks, and it has layers of linear attention"
-    if reason:
-        raise LoadRefused(
-            f"architecture {architecture_name(config)!r} cannot be served with {method}: {reason}; load it without "
-            "quantization",
-            param="quantization",
-        )
+    missing = sorted(part for part in _LLAMA_PARTS if not any(f".{part}." in name for name in tensors))
+    other = f"it has experts ({experts})" if experts is not None else ""
+    other = other or ("it has layers of linear attention" if recurrent_layers(config) else "")
+    other = other or (f"it has no {missing[0]}" if missing else "")
+    found = {method: f"the packed kernels need Llama-shaped blocks, and {other}" for method in PACKED_METHODS if other}
+    if experts is not None:
+        linear = f"bitsandbytes quantizes linear layers alone, and its experts ({experts}) are none"
+        found |= dict.fromkeys(BNB_METHODS, linear)
+    return found
 
 
 def architecture_name(config: Mapping[str, Any]) -> str:

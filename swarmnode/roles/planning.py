@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from swarmnode.catalog.planning import check_codecs, stage_files
+from swarmnode.catalog.adapter import ADAPTER_FILE
+from swarmnode.catalog.planning import check_codecs, cut_of_shards, stage_files
+from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import NOTHING_MEASURED
 from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_quantization, check_supported
+from swarmnode.compute.supported import SCRIPTED, architecture_name, check_supported, quantization_obstacles
 from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
@@ -42,7 +44,22 @@ class PlannedRing:
     quantization: str = NONE
     asked_quantization: str = NONE
     notice: str = ""
-    """Why it serves with another quantization than was asked."""
+    """Why it serves with another quantization than was asked, or than the model records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known beside the offers."""
+
+    measured: Callable[[Weights], Measured] = lambda _: NOTHING_MEASURED
+    """Of the peers, for steps over some weights."""
+    obstacles: Mapping[str, str] = field(default_factory=dict)
+    """By quantization, why it cannot be had of the model."""
+    shard_boundaries: tuple[int, ...] | None = None
+    """Where its shards are cut, if it records no split."""
+
+
+NOTHING_KNOWN = Known()
 
 
 def model_shape(manifest: Manifest) -> ModelShape:
@@ -63,23 +80,40 @@ def model_shape(manifest: Manifest) -> ModelShape:
         recurrent_layers=frozenset(arch.recurrent_layers),
         state_values_per_layer=arch.state_values_per_layer,
         adapter_params=arch.adapter_params,
+        dora=arch.dora,
     )
 
 
-def check_architecture(registry: Registry, manifest: Manifest, options: LoadOptions) -> None:
-    """Raise LoadRefused where this version cannot serve the model in stages, or not as quantized as is asked, by its
-    config alone."""
+def examine(registry: Registry, manifest: Manifest) -> Known:
+    """What a model's config and its tensors' names say, where its files are here; raises LoadRefused where this version
+    cannot serve it in stages at all."""
     entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
     if entry is None or entry.size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
     if manifest not in registry.here():
-        return  # its files are on other machines, which look when they load
+        return NOTHING_KNOWN  # its files are on other machines, which look when they load
     try:
         config = json.loads(registry.file_path(manifest.id, entry).read_bytes())
     except ValueError as error:
         raise InvalidModel(f"{manifest.id}: {CONFIG_PATH} is not JSON ({error}); import it again") from error
     check_supported(config)
-    check_quantization(config, _asked_quantization(manifest, options))
+    if architecture_name(config) == SCRIPTED:
+        return NOTHING_KNOWN
+    name, found = architecture_name(config), quantization_obstacles(config, _tensors(registry, manifest, 0))
+    told = {method: f"architecture {name!r} cannot be served with {method}: {why}" for method, why in found.items()}
+    if manifest.boundaries is not None:
+        return Known(obstacles=told)
+    shards = [_tensors(registry, manifest, shard) for shard in range(manifest.num_stages)]
+    return Known(obstacles=told, shard_boundaries=cut_of_shards(manifest, shards))
+
+
+def _tensors(registry: Registry, manifest: Manifest, shard: int) -> Collection[str]:
+    """The names in a shard of the model itself; an adapter's may be in every shard."""
+    found: set[str] = set()
+    for file in manifest.shard_files(shard):
+        if file.path.endswith(".safetensors") and not file.path.endswith(f"/{ADAPTER_FILE}"):
+            found |= read_header(registry.file_path(manifest.id, file)).keys()
+    return found
 
 
 def plan_ring(
@@ -89,13 +123,15 @@ def plan_ring(
     settings: Settings,
     ring: RingId,
     epoch: int,
-    measured: Callable[[Weights], Measured] = lambda _: NOTHING_MEASURED,
+    known: Known = NOTHING_KNOWN,
 ) -> PlannedRing:
-    """Place the model; raises LoadRefused or PeerNotFound before anything is sent. `measured` says what is known of the
-    peers for steps over some weights."""
+    """Place the model; raises LoadRefused or PeerNotFound before anything is sent."""
     check_codecs(manifest)
-    asked = _asked_quantization(manifest, options)
-    plan, request, notice = _place(manifest, options, Swarm(offers, measured), settings, asked)
+    asked, cause = default_quantization(manifest.quantization)
+    if options.quantization:
+        asked, cause = options.quantization, ""
+        _refuse_unquantizable(asked, known.obstacles)
+    plan, request, notice = _place(manifest, options, Swarm(offers, known), settings, Wanted(asked, cause))
     layers = manifest.architecture.num_layers
     specs = tuple(
         LoadSpec(
@@ -128,8 +164,11 @@ def plan_ring(
     return PlannedRing(plan, specs, request.dtype, request.quantization, asked, notice)
 
 
-def _asked_quantization(manifest: Manifest, options: LoadOptions) -> str:
-    return options.quantization or default_quantization(manifest.quantization)
+def _refuse_unquantizable(asked: str, obstacles: Mapping[str, str]) -> None:
+    """Raise LoadRefused where neither what a load asks for nor what would serve in its place can be had of the model:
+    who asks for fewer bits is not given all of them instead."""
+    if asked != NONE and all(method == NONE or method in obstacles for method in (asked, *degraded(asked))):
+        raise LoadRefused(f"{obstacles[asked]}; load it without quantization", param="quantization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +176,28 @@ class Swarm:
     """What there is to place on."""
 
     offers: Sequence[PeerResources]
-    measured: Callable[[Weights], Measured]
+    known: Known
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A quantization, and why it is another one than the model records."""
+
+    method: str
+    cause: str
 
 
 def _place(
-    manifest: Manifest, options: LoadOptions, swarm: Swarm, settings: Settings, asked: str
+    manifest: Manifest, options: LoadOptions, swarm: Swarm, settings: Settings, wanted: Wanted
 ) -> tuple[Plan, PlanRequest, str]:
-    """With the quantization that was asked, else where too few peers have its kernels with the next best one (Q1)."""
-    lacking = ""
-    for method in (asked, *degraded(asked)):
+    """With the quantization that is wanted, else where it cannot be had of the model's blocks or too few peers have its
+    kernels with the next best one (Q1, Q2)."""
+    shape = replace(model_shape(manifest), shard_boundaries=swarm.known.shard_boundaries)
+    lacking = wanted.cause and f"{wanted.cause}; "
+    for method in (wanted.method, *degraded(wanted.method)):
+        if method in swarm.known.obstacles:
+            lacking += f"{swarm.known.obstacles[method]}; "
+            continue
         request = PlanRequest(
             num_stages=options.num_stages,
             peers=options.peers,
@@ -157,8 +209,8 @@ def _place(
             prefer=options.prefer,
         )
         try:
-            measured = swarm.measured(Weights(manifest.model_id, request.dtype, method))
-            plan = plan_load(model_shape(manifest), request, swarm.offers, measured)
+            measured = swarm.known.measured(Weights(manifest.model_id, request.dtype, method))
+            plan = plan_load(shape, request, swarm.offers, measured)
         except LacksKernels as error:
             lacking += f"{error.message}; "
         except LoadRefused as error:
@@ -166,7 +218,8 @@ def _place(
                 raise
             raise LoadRefused(f"{lacking}and with {method}: {error.message}", param="quantization") from error
         else:
-            return plan, request, f"{lacking}served with {method}" if lacking else ""
+            served = "in full precision" if method == NONE else f"with {method}"
+            return plan, request, f"{lacking}served {served}" if lacking else ""
     raise AssertionError("full precision needs no kernels")
 
 

@@ -15,7 +15,7 @@ from swarmnode.errors import Conflict, InvalidModel, LoadRefused, MembersAwaited
 from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.file_sources import with_kept, with_sources
 from swarmnode.roles.loaded_ring import LoadedRing
-from swarmnode.roles.planning import check_architecture, plan_ring
+from swarmnode.roles.planning import examine, plan_ring
 from swarmnode.roles.restoring import Restoring
 from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.roles.ring_measures import RingMeasures
@@ -133,14 +133,14 @@ class Rings:
         """What a load would be, and the rings that would go for it; raises as `start` and changes nothing."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self._registry.get(model)
-        check_architecture(self._registry, manifest, options)
+        of_model = examine(self._registry, manifest)
         members = self._peers.members
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
-            measured = partial(self._peers.machines.seen, now=trio.current_time())
+            known = replace(of_model, measured=partial(self._peers.machines.seen, now=trio.current_time()))
             layers = manifest.architecture.num_layers
             offers = with_kept(offers, members, model, layers, self._over.get(model))
-            return plan_ring(manifest, options, offers, self._context.settings, ring_id, self._epoch, measured)
+            return plan_ring(manifest, options, offers, self._context.settings, ring_id, self._epoch, known)
 
         try:
             planned, leaving = self.lifecycle.find_room(members.values(), plan, evict=evict)

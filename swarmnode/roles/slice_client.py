@@ -2,15 +2,15 @@
 
 The coordinator gives what no peer has, and takes over what a peer is too slow for. A source that lies, stalls or leaves
 is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's, unless it
-answers InvalidModel: it has not got the files, or what it has is damaged. Then the peers have to have all of them, or
-the other nodes that may coordinate what is left, and where they have not, the coordinator's answer is the load's error
-and says which of the two it is.
+answers InvalidModel: it has not got the files, or what it has is damaged; or a chunk of it has another digest than the
+list says. Then the peers have to have what is missing, or the other nodes that may coordinate, and where they have not,
+the coordinator's answer or the chunk's name is the load's error.
 """
 
 from __future__ import annotations
 
-import hashlib
-from contextlib import asynccontextmanager
+import logging
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from swarmnode.roles.file_client import FetchProgress
     from swarmnode.roles.load_spec import LoadSpec
     from swarmnode.wire.link import Channel
+
+_log = logging.getLogger(__name__)
 
 FIRST_ANSWERS_S = 3.0
 """The coordinator is asked for nothing until the peers have said what they have, or for this long."""
@@ -116,6 +118,8 @@ class _SliceFetch:
         """Peers that are being asked."""
         self._changed = trio.Event()
         self._came: dict[str, int] = {}
+        self._altered: dict[tuple[int, int], FetchFailed] = {}
+        """By file and chunk what was wrong with the coordinator's copy."""
 
     async def run(self, store: ShardStore) -> None:
         headers = {index: [0] for index, file in enumerate(self._files) if file.missing([0])}
@@ -127,9 +131,9 @@ class _SliceFetch:
             if missing is None:
                 self._expect(store, headers)
                 self._pool = ChunkPool(headers, self._lists)
-                try:
+                with suppress(InvalidModel):
                     await self._from_coordinator(dialed.up)
-                except InvalidModel:
+                if not self._pool.over:
                     await self._fetch(dialed.up, headers)
                 missing = self._missing()
             self._expect(store, missing)
@@ -154,7 +158,7 @@ class _SliceFetch:
         return found
 
     async def _fetch(self, coordinator: Channel, missing: dict[int, list[int]]) -> None:
-        self._pool = ChunkPool(missing, self._lists, _turn(self._context.identity.node))
+        self._pool = ChunkPool(missing, self._lists, seed=self._context.identity.node)
         async with open_flat_nursery() as nursery:
             for node, address in self._sources if not self._pool.over else ():
                 self._helping.add(node)
@@ -162,19 +166,22 @@ class _SliceFetch:
             with trio.move_on_after(FIRST_ANSWERS_S):
                 while self._silent and not self._pool.over:
                     await self._changed.wait()
+            why: SwarmError | None = None
             try:
                 await self._from_coordinator(coordinator)
-            except InvalidModel:  # it followed the one that had them
-                await self._from_peers_alone()
-                await self._from_followers()
-                if not self._pool.over:
-                    raise
+            except InvalidModel as error:  # it followed the one that had them
+                why = error
+            await self._from_peers_alone()
+            await self._from_followers()
+            if not self._pool.over:
+                raise why or next(iter(self._altered.values()))
             nursery.cancel_scope.cancel()
 
     async def _from_coordinator(self, channel: Channel) -> None:
+        """Until all is here but what is wrong there."""
         waited = False
-        while not self._pool.over:
-            batch = self._pool.take_rest(anything=waited)
+        while not self._pool.waits_only_for(self._altered.keys()):
+            batch = self._pool.take_rest(anything=waited, but=self._altered)
             if batch is not None:
                 await self._bring(channel, batch, COORDINATOR)
                 waited = False
@@ -279,14 +286,27 @@ class _SliceFetch:
             arrived += frame.body
             self._progress.add(0)
             while index < batch.end and len(arrived) >= (size := file.chunks.size(index)):
-                await trio.to_thread.run_sync(file.write, index, bytes(arrived[:size]))
+                await self._keep((batch.file, index), bytes(arrived[:size]), source)
                 del arrived[:size]
-                self._pool.done(batch.file, index)
-                self._came[source] = self._came.get(source, 0) + size
-                self._progress.add(size)
                 index += 1
         if index != batch.end:
             raise FetchFailed(f"{shard.entry.path}: {source} sent {at} of the first {end} bytes")
+
+    async def _keep(self, piece: tuple[int, int], data: bytes, source: str) -> None:
+        """A chunk that came; a wrong one of the coordinator's is others' to give, a wrong one of theirs raises."""
+        file, index = piece
+        try:
+            await trio.to_thread.run_sync(self._files[file].write, index, data)
+        except FetchFailed as error:
+            if source != COORDINATOR:
+                raise
+            if not self._altered:
+                _log.warning("%s: the coordinator's copy is altered: %s", self._spec.model, error.message)
+            self._altered[piece] = error
+            return
+        self._pool.done(file, index)
+        self._came[source] = self._came.get(source, 0) + len(data)
+        self._progress.add(len(data))
 
 
 def _named(shard: Shard) -> dict[str, Any]:
@@ -294,8 +314,3 @@ def _named(shard: Shard) -> dict[str, Any]:
     entry, chunk_list = shard.entry, shard.chunk_list
     content = {"path": entry.path, "size": entry.size, "sha256": entry.sha256}
     return {**content, "list": chunk_list.sha256, "list_size": chunk_list.size}
-
-
-def _turn(node: NodeId) -> float:
-    """Where this peer begins, from 0 to 1: the same for every load, and spread over the peers."""
-    return int.from_bytes(hashlib.sha256(node.encode()).digest()[:4], "big") / (1 << 32)

@@ -116,6 +116,12 @@ def test_l5_an_adapter_is_priced_by_its_base_and_beside_quantized_weights_itself
         ({"init_lora_weights": "pissa"}, "init_lora_weights is pissa"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2], [1, 4]]}, "layer_replication"),
+        ({"use_qalora": True, "qalora_group_size": 16}, "use_qalora is True"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config"),
+        ({"velora_config": {"rank": 1}}, "velora_config"),
+        ({"a_switch_of_tomorrow": True}, "a_switch_of_tomorrow is True, which is not served"),
         ({"r": 0}, "a rank is 0"),
         ({"r": "4"}, "a rank is 4"),
         ({"lora_alpha": None}, "an alpha is None"),
@@ -129,6 +135,19 @@ def test_what_would_be_computed_wrongly_is_refused(
     with pytest.raises(InvalidModel, match=message):
         import_adapter(write(tmp_path / "tuned", **changes), servable.id, root, model_id="tuned")
     assert not (root / "tuned").exists()
+
+
+def test_all_that_peft_writes_of_a_plain_adapter_is_taken(servable: Manifest, root: Path, tmp_path: Path) -> None:
+    """PEFT 0.21's own file, every switch of another method off."""
+    off = ["auto_mapping", "revision", "modules_to_save", "layers_to_transform", "layers_pattern", "megatron_config"]
+    off += ["trainable_token_indices", "eva_config", "corda_config", "lora_ga_config", "velora_config", "kasa_config"]
+    off += ["alora_invocation_tokens", "monteclora_config", "layer_replication", "target_parameters", "arrow_config"]
+    plain = dict.fromkeys(off) | {"loftq_config": {}, "rank_pattern": {}, "megatron_core": "megatron.core"}
+    plain |= {"lora_dropout": 0.1, "inference_mode": True, "peft_version": "0.21.2", "qalora_group_size": 16}
+    plain |= {"fan_in_fan_out": False, "use_qalora": False, "lora_bias": False, "init_lora_weights": True}
+    plain |= {"exclude_modules": ["lm_head"], "layers_to_transform": [0, 1, 2, 3], "ensure_weight_tying": False}
+    made = import_adapter(write(tmp_path / "tuned", **plain), servable.id, root, model_id="tuned")
+    assert made.export == "adapters"
 
 
 def changed(name: str, shape: tuple[int, ...] | None, dtype: Any = np.float32) -> dict[str, Any]:

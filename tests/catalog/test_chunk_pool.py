@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,18 +54,39 @@ def test_the_coordinator_takes_what_a_slow_peer_was_to_give() -> None:
     assert pool.take_rest(anything=True) == Batch(0, 4, 8)
 
 
-def test_two_that_fetch_the_same_begin_in_different_places() -> None:
-    first, second = (ChunkPool({0: list(range(8))}, [chunk_list(8)], turn) for turn in (0.0, 0.5))
-    assert first.take_rest(anything=False) == Batch(0, 0, 4)
-    assert second.take_rest(anything=False) == Batch(0, 4, 8)
+@pytest.mark.parametrize("peers", [2, 3])
+@pytest.mark.parametrize("batches", [25, 200])
+def test_those_that_fetch_the_same_at_once_ask_the_coordinator_for_little_twice(peers: int, batches: int) -> None:
+    """In turns: all ask it for a batch, then take what the others have got, and so on."""
+    count = 4 * batches
+    pools = {f"n{peer}": ChunkPool({0: range(count)}, [chunk_list(count)], seed=f"n{peer}") for peer in range(peers)}
+    marks = {name: bytearray(count) for name in pools}
+
+    def take(name: str, batch: Batch) -> None:
+        for file, index in batch.pieces:
+            pools[name].done(file, index)
+            marks[name][index] = 1
+
+    given = 0
+    while not all(pool.over for pool in pools.values()):
+        asked = [(name, batch) for name, pool in pools.items() if (batch := pool.take_rest(anything=False))]
+        given += sum(len(batch.pieces) for _, batch in asked)
+        for name, batch in asked:
+            take(name, batch)
+        for name, pool in pools.items():
+            for other in pools.keys() - {name}:
+                pool.offer(other, {0: bytes(marks[other])})
+                while (batch := pool.take(other)) is not None:
+                    take(name, batch)
+    assert given < 1.3 * count
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10_000), count=st.integers(1, 30), peers=st.integers(0, 3), turn=st.floats(0, 0.99))
-def test_everything_arrives_once_whatever_the_peers_do(seed: int, count: int, peers: int, turn: float) -> None:
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 30), peers=st.integers(0, 3), order=st.text(max_size=2))
+def test_everything_arrives_once_whatever_the_peers_do(seed: int, count: int, peers: int, order: str) -> None:
     rng = random.Random(seed)
     wanted = {file: sorted(rng.sample(range(count), rng.randint(0, count))) for file in range(2)}
-    pool = ChunkPool(wanted, [chunk_list(count), chunk_list(count)], turn)
+    pool = ChunkPool(wanted, [chunk_list(count), chunk_list(count)], order)
     came: list[tuple[int, int]] = []
     alive = [f"peer{i}" for i in range(peers)]
     for _ in range(2000):

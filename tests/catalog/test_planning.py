@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
-from swarmnode.catalog.planning import check_codecs, stage_files, stage_shards
+from swarmnode.catalog.planning import check_codecs, cut_of_shards, stage_files, stage_shards
 from swarmnode.errors import LoadRefused
 
 
@@ -82,6 +82,29 @@ def test_an_unrecorded_split_serves_only_as_exported() -> None:
     assert stage_shards(model, 10, 20, 3) == (0, 1, 2)
     with pytest.raises(LoadRefused, match="only over the 3 stages it was exported with; 2 were asked"):
         stage_files(model, 0, 15, 2)
+
+
+def layers(*numbers: int) -> list[str]:
+    return ["model.norm.weight", *(f"model.layers.{number}.mlp.up_proj.weight" for number in numbers)]
+
+
+def test_m4_an_unrecorded_cut_is_read_off_the_shards() -> None:
+    model = manifest(6, None, 3)
+    assert cut_of_shards(model, [layers(0), layers(4, 1, 3, 2), layers(5)]) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("shards", "why"),
+    [
+        ([layers(0, 1), layers(3, 4, 5)], "shard 1 has layers 3, 4, 5 where 2 and what follows are next"),
+        ([layers(0, 1, 2), layers(2, 3, 4, 5)], "shard 1 has layers 2, 3, 4, 5 where 3"),
+        ([layers(0, 1, 2, 3, 4, 5), layers()], "shard 1 has layers none"),
+        ([layers(0, 1, 2), layers(3, 4)], "has 6 layers, its shards hold 5"),
+    ],
+)
+def test_m4_shards_that_are_no_cut_are_named(shards: list[list[str]], why: str) -> None:
+    with pytest.raises(LoadRefused, match=why):
+        cut_of_shards(manifest(6, None, 2), shards)
 
 
 @pytest.mark.parametrize(("first", "end", "stages"), [(0, 31, 1), (5, 5, 2), (-1, 5, 2), (0, 30, 0), (0, 1, 31)])

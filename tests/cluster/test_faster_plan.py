@@ -211,7 +211,7 @@ def test_an_uneven_cut_gives_a_slow_peer_less() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "ask"),
-    [(SHAPE, ASK), (replace(SHAPE, recorded_stages=3, recorded_boundaries=None), FREE)],
+    [(SHAPE, ASK), (replace(SHAPE, recorded_stages=3, recorded_boundaries=None, shard_boundaries=(2, 9)), FREE)],
     ids=["recorded", "no split"],
 )
 def test_a_recorded_split_is_not_changed(shape: ModelShape, ask: PlanRequest) -> None:

@@ -79,6 +79,14 @@ def test_on_a_card_four_bits_are_priced_as_padded_and_the_head_as_it_stays() -> 
     assert price(wide, method=INT4_CARD).workspace == price(wide, method="nf4").workspace
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_is_priced_where_it_is_kept_beside_the_weights(dora: bool) -> None:
+    adapted = replace(SHAPE, adapter_params=(1000,) * 4, dora=dora)
+    more = {method for method in METHODS if price(adapted, method=method).layers > price(method=method).layers}
+    assert more == ({"nf4"} if dora else {"nf4", "bnb-int8", "int8"})
+    assert price(adapted, first=1, method="nf4").layers == price(first=1, method="nf4").layers + 3 * 1000 * 4
+
+
 def test_the_need_is_all_of_it_and_a_fifth_more() -> None:
     whole = price()
     parts = whole.embed + whole.layers + whole.head + WORKER_BYTES + whole.workspace + 1000 * whole.kv_token

@@ -41,7 +41,7 @@ ASK = PlanRequest(num_stages=2, peers=(), dtype="bfloat16")
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_are_read(method: str) -> None:
     assert read_quantization({"method": method}) == method
-    assert default_quantization({"method": method}) == method
+    assert default_quantization({"method": method}) == (method, "")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_methods_are_read(method: str) -> None:
 )
 def test_other_ways_to_say_it(asked: dict[str, str | int], method: str) -> None:
     assert read_quantization(asked) == method
-    assert default_quantization(asked) == method
+    assert default_quantization(asked) == (method, "")
 
 
 REFUSED: list[object] = [
@@ -64,9 +64,44 @@ def test_the_rest_is_refused_with_what_is_allowed(asked: object) -> None:
         read_quantization(asked)
 
 
-def test_a_servable_trained_with_what_is_not_served_is_served_in_full_precision() -> None:
-    assert default_quantization(None) == "none"
-    assert default_quantization({"method": "gptq"}) == "none"
+def test_a_servable_that_records_nothing_is_served_in_full_precision() -> None:
+    assert default_quantization(None) == ("none", "")
+
+
+@pytest.mark.parametrize(
+    ("record", "method"),
+    [
+        ({"method": "nf4", "bits": 4}, "nf4"),
+        ({"method": "nf4", "compute_dtype": "bfloat16"}, "nf4"),
+        ({"bits": 4, "double_quant": False}, "nf4"),
+        ({"bits": 4, "quant_type": "nf4"}, "nf4"),
+        ({"bits": 8, "threshold": 6}, "bnb-int8"),
+        ({"method": "int8", "bits": 8}, "int8"),
+        ({"bits": 4, "backend": "torchao"}, "int4-fast"),
+    ],
+    ids=str,
+)
+def test_a_record_may_say_more_than_the_method(record: dict[str, str | int], method: str) -> None:
+    assert default_quantization(record) == (method, "")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"method": "gptq"},
+        {"method": "gptq", "bits": 4},
+        {"bits": 4, "quant_type": "fp4"},
+        {"method": "nf4", "bits": 8},
+        {"method": "none", "bits": 4},
+        {"double_quant": True},
+        {"bits": True},
+    ],
+    ids=str,
+)
+def test_a_record_that_is_not_served_is_named(record: dict[str, str | int]) -> None:
+    method, why = default_quantization(record)
+    assert method == "none"
+    assert str(record) in why
 
 
 @pytest.mark.parametrize(

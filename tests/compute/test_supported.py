@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from swarmnode.compute.spec import StageSpec, serving_dtype
-from swarmnode.compute.supported import SCRIPTED, check_quantization, check_supported
+from swarmnode.compute.supported import SCRIPTED, check_supported, quantization_obstacles
 from swarmnode.errors import LoadRefused
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": None}
@@ -49,6 +50,9 @@ def test_accepted(change: dict[str, Any]) -> None:
     check_supported(LLAMA | change)
 
 
+TENSORS = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"] + [
+    f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
+]
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16}
 
 
@@ -62,15 +66,20 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key
     ],
 )
 def test_a_quantization_that_its_blocks_do_not_take(change: dict[str, Any], method: str, reason: str) -> None:
-    with pytest.raises(LoadRefused, match=f"'LlamaForCausalLM' cannot be served with {method}: .*{reason}") as refused:
-        check_quantization(LLAMA | change, method)
-    assert refused.value.param == "quantization"
-    check_quantization(LLAMA | change, "none")
-    check_quantization(LLAMA, method)
+    assert re.search(reason, quantization_obstacles(LLAMA | change, TENSORS)[method])
+    assert "none" not in quantization_obstacles(LLAMA | change, TENSORS)
+    assert quantization_obstacles(LLAMA, TENSORS) == {}
 
 
 def test_linear_attention_is_quantized_by_bitsandbytes() -> None:
-    check_quantization(LLAMA | HYBRID, "nf4")
+    assert "nf4" not in quantization_obstacles(LLAMA | HYBRID, TENSORS)
+
+
+def test_fused_projections_are_seen_in_the_checkpoints_names() -> None:
+    fused = [name for name in TENSORS if "q_proj" not in name] + ["model.layers.0.self_attn.qkv_proj.weight"]
+    found = quantization_obstacles(LLAMA, fused)
+    assert set(found) == {"int8", "int4-fast"}
+    assert all("it has no self_attn.q_proj" in why for why in found.values())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,15 @@ import pytest
 
 from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
+from swarmnode.catalog.registry import Registry
+from swarmnode.catalog.safetensors_header import encode_header
 from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES, RING_CAPABILITIES, PeerResources
 from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_ON_CARD, SERVE_QUANTIZED
 from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.plan_report import plan_report
-from swarmnode.roles.planning import PlannedRing, plan_ring
+from swarmnode.roles.planning import Known, PlannedRing, examine, plan_ring
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,6 +187,104 @@ def test_q2_int8_is_the_cpus_alone(settings: Settings) -> None:
     assert planned.quantization == "bnb-int8"
     assert "its device is a card" in planned.notice
     assert not cards[0].capabilities >= CPU_CAPABILITIES
+
+
+@pytest.mark.parametrize("asked", [None, "nf4"])
+def test_q1_a_record_that_is_not_served_is_told_unless_the_load_says_what_it_wants(
+    asked: str | None, settings: Settings
+) -> None:
+    trained = MANIFEST.model_copy(update={"quantization": {"method": "gptq", "bits": 4}})
+    planned = plan(LoadOptions(quantization=asked), settings, trained)
+    told = "its record says quantization {'method': 'gptq', 'bits': 4}, which stages do not serve; "
+    assert planned.notice == ("" if asked else f"{told}served in full precision")
+    assert planned.quantization == (asked or "none")
+
+
+def test_q1_a_record_with_details_serves_with_its_method(settings: Settings) -> None:
+    trained = MANIFEST.model_copy(update={"quantization": {"bits": 4, "compute_dtype": "bfloat16"}})
+    planned = plan(LoadOptions(), settings, trained)
+    assert (planned.quantization, planned.notice) == ("nf4", "")
+
+
+@pytest.mark.parametrize(("asked", "served"), [("int4-fast", "nf4"), ("int8", "bnb-int8")])
+def test_q2_blocks_that_the_packed_kernels_do_not_take_are_served_by_bitsandbytes(
+    asked: str, served: str, settings: Settings
+) -> None:
+    known = Known(obstacles={asked: f"architecture 'X' cannot be served with {asked}: it has no self_attn.q_proj"})
+    planned = plan_ring(MANIFEST, LoadOptions(quantization=asked), PEERS, settings, RingId("r1"), 3, known)
+    assert ({spec.quantization for spec in planned.specs}, planned.asked_quantization) == ({served}, asked)
+    assert planned.notice == f"{known.obstacles[asked]}; served with {served}"
+
+
+EXPERTS = Known(obstacles={method: f"no {method} of experts" for method in ("int8", "int4-fast", "nf4", "bnb-int8")})
+
+
+def test_q2_a_model_that_takes_no_quantization_is_refused_where_one_is_asked(settings: Settings) -> None:
+    with pytest.raises(LoadRefused, match="no int4-fast of experts; load it without quantization") as refused:
+        plan_ring(MANIFEST, LoadOptions(quantization="int4-fast"), PEERS, settings, RingId("r1"), 3, EXPERTS)
+    assert refused.value.param == "quantization"
+    trained = MANIFEST.model_copy(update={"quantization": {"method": "nf4"}})
+    planned = plan_ring(trained, LoadOptions(), PEERS, settings, RingId("r1"), 3, EXPERTS)
+    assert (planned.quantization, planned.notice) == ("none", "no nf4 of experts; served in full precision")
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MODULES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+FUSED = ["self_attn.qkv_proj", *MODULES[3:]]
+
+
+def on_disk(root: Path, manifest: Manifest, config: dict[str, object], shards: list[list[str]]) -> Manifest:
+    """`manifest` with files under `root`: a config, shards with tensors of these names, in each the whole adapter."""
+    contents = dict.fromkeys((file.path for file in manifest.files), b"{}")
+    contents["tokenizer/config.json"] = json.dumps(config).encode()
+    for stage, names in enumerate(shards):
+        header = encode_header([(f"model.{name}.weight", "F32", (1,)) for name in names])
+        contents[f"shards/stage-{stage}/model.safetensors"] = header + bytes(4 * len(names))
+        adapter = encode_header(
+            [(f"model.layers.{layer}.mlp.up_proj.lora_A.weight", "F32", (1,)) for layer in range(6)]
+        )
+        contents[f"shards/stage-{stage}/adapter.safetensors"] = adapter + bytes(4 * 6)
+    for path, content in contents.items():
+        (root / manifest.id / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / manifest.id / path).write_bytes(content)
+    files = tuple(FileEntry(path=path, size=len(content), sha256="ab" * 32) for path, content in contents.items())
+    written = manifest.model_copy(update={"files": files})
+    (root / manifest.id / "servable.json").write_text(written.model_dump_json())
+    return written
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "refused"),
+    [
+        ({}, MODULES, set()),
+        ({}, FUSED, {"int8", "int4-fast"}),
+        ({"num_local_experts": 4}, MODULES, {"int8", "int4-fast", "nf4", "bnb-int8"}),
+    ],
+    ids=["llama", "fused", "experts"],
+)
+def test_q2_what_cannot_be_had_is_seen_in_the_files(
+    config: dict[str, object], modules: list[str], refused: set[str], tmp_path: Path
+) -> None:
+    manifest = on_disk(tmp_path, MANIFEST, LLAMA | config, [[f"layers.0.{module}" for module in modules]])
+    found = examine(Registry(tmp_path), manifest).obstacles
+    assert set(found) == refused
+    assert all(f"'LlamaForCausalLM' cannot be served with {method}: " in why for method, why in found.items())
+
+
+def test_m4_a_model_that_records_no_split_is_cut_where_its_shards_are(tmp_path: Path, settings: Settings) -> None:
+    """Five of six layers of one size are in the first shard: by parameters it would be three."""
+    shards = [[f"layers.{layer}.mlp.up_proj" for layer in layers] for layers in (range(5), range(5, 6))]
+    unrecorded = MANIFEST.model_copy(update={"boundaries": None})
+    manifest = on_disk(tmp_path, unrecorded, LLAMA, [["embed_tokens", *shards[0]], [*shards[1], "norm"]])
+    planned = plan_ring(
+        manifest, LoadOptions(), PEERS, settings, RingId("r1"), 3, examine(Registry(tmp_path), manifest)
+    )
+    assert [(spec.first_layer, spec.end_layer) for spec in planned.specs] == [(0, 5), (5, 6)]
+    own = [[file.path for file in spec.files if file.path.startswith("shards")] for spec in planned.specs]
+    names = ("model", "adapter")
+    assert own == [[f"shards/stage-{stage}/{name}.safetensors" for name in names] for stage in (0, 1)]
+    with pytest.raises(LoadRefused, match="not on this machine"):
+        plan(LoadOptions(), settings, unrecorded)
 
 
 def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(settings: Settings) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,15 +22,22 @@ from swarmnode.errors import LoadFailed
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import stage_host
 from swarmnode.roles.context import PeerResources
+from swarmnode.roles.file_server import serve_files
 from swarmnode.roles.stage_host import StageHost
+from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from swarmnode.wire.link import Channel, Hello
+
+HOUSE = Address("127.0.0.1", 1)
+"""Where the coordinator answers, in tests that have one."""
 
 PATIENCE_S = 30.0
 SHORT_STALL_S = 0.5
@@ -39,20 +47,22 @@ HANGS_MS = 10_000_000
 class HostedStage:
     """The only stage of a scripted model, and what it reports."""
 
-    def __init__(self, folder: Path, script: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, script: dict[str, Any], *, fetched: bool = True) -> None:
         model = write_scripted_servable(folder / "servable", "scripted", script, layers=4, stages=1)
         manifest = Registry(model.parent).get("scripted")
         store = ShardStore(folder / "store")
-        for entry in manifest.files:
+        for entry in manifest.files if fetched else ():
             shutil.copyfile(model / entry.path, folder / "store" / "blobs" / entry.sha256)
         settings = read_settings(folder, environ={})
         identity = Identity(NodeId("n"), BootId("b"), "attic", listen=("127.0.0.1:1",))
-        context = node_context(identity, MemoryNetwork(), settings)
+        self.registry, self.network = Registry(model.parent), MemoryNetwork()
+        context = node_context(identity, self.network, settings, [HOUSE])
         self.posted: list[list[str]] = []
         """Kinds of frames, by the call that posted them."""
         self._send, self._receive = trio.open_memory_channel[Frame](1000)
         resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
-        self.host = StageHost(context, one_stage_load(manifest.files, "n"), resources, store, self._post)
+        spec = replace(one_stage_load(manifest.files, "n"), model=manifest.model_id)
+        self.host, self.again = (StageHost(context, spec, resources, store, self._post) for _ in range(2))
 
     def _post(self, *frames: Frame) -> None:
         self.posted.append([frame.kind for frame in frames])
@@ -64,6 +74,54 @@ class HostedStage:
             while (frame := await self._receive.receive()).kind not in kinds:
                 pass
         return frame
+
+
+class StuckCoordinator:
+    """Gives one frame of a file, and no more until it is told."""
+
+    def __init__(self, stage: HostedStage) -> None:
+        self.gave, self.may_go_on = trio.Event(), trio.Event()
+        self._stage = stage
+
+    async def listen(self, *, task_status: trio.TaskStatus[Address]) -> None:
+        identity = Identity(NodeId("h"), BootId("h"), "house", listen=(str(HOUSE),))
+        await self._stage.network.listen(HOUSE, self._serve, identity, task_status=task_status)
+
+    async def _serve(self, kind: str, hello: Hello, channel: Channel) -> None:
+        assert kind == "files"
+        send = channel.send
+
+        async def stuck(frame: Frame) -> None:
+            if self.gave.is_set():
+                await self.may_go_on.wait()
+            await send(frame)
+            self.gave.set()
+
+        channel.send = stuck  # type: ignore[method-assign]
+        await serve_files(self._stage.registry, channel)
+
+
+@pytest.mark.parametrize("end", [StageHost.unload, StageHost.coordinator_lost], ids=["unload", "coordinator lost"])
+async def test_a_stage_that_fetches_ends_at_once_and_gives_its_files_free(
+    tmp_path: Path, end: Callable[[StageHost], None]
+) -> None:
+    stage = HostedStage(tmp_path, {"default": list(b"hi")}, fetched=False)
+    house = StuckCoordinator(stage)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(house.listen)
+        nursery.start_soon(stage.host.run)
+        with trio.fail_after(PATIENCE_S):
+            await house.gave.wait()
+        assert (stage.host.phase, stage.host.worker) == ("fetching", None)
+        end(stage.host)
+        assert (await stage.next_of("unloaded", "stage_failed", "stage_ready")).kind == "unloaded"
+        assert (stage.host.phase, stage.host.worker) == ("ended", None)
+        house.may_go_on.set()
+        nursery.start_soon(stage.again.run)
+        await stage.next_of("stage_ready")
+        stage.again.unload()
+        await stage.next_of("unloaded")
+        nursery.cancel_scope.cancel()
 
 
 def chat() -> Frame:
