@@ -13,6 +13,7 @@ import heapq
 import itertools
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -118,6 +119,8 @@ class Node:
     busy: bool = False
     busy_s: float = 0.0
     """Virtual seconds spent in forwards so far, the one under way included."""
+    timer_s: float | None = None
+    """When it is to be woken."""
     hung: bool = False
     """Takes inputs and never answers, like a worker stuck in its driver."""
 
@@ -167,7 +170,6 @@ class World:
         self._order = itertools.count()
         self._line_free_s: dict[tuple[int, str], float] = {}
         self._last_delivery_s: dict[tuple[int, str], float] = {}
-        self._timer_s: float | None = None
 
     # what a scenario says
 
@@ -239,23 +241,23 @@ class World:
     def _step(self) -> None:
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
-        self._arm_timer()
+        for node in self.nodes:
+            self._arm_timer(node)
         if self.watch is not None:
             self.watch(self)
 
-    def _arm_timer(self) -> None:
-        """Wake the head at its deadline, as its loop's patience does; a busy one looks at it when it is done."""
-        head = self.nodes[0]
-        if head.busy or head.hung:
+    def _arm_timer(self, node: Node) -> None:
+        """Wake a stage at its deadline, as its loop's patience does; a busy one looks at it when it is done."""
+        if node.busy or node.hung:
             return
-        deadline_s = self.head.next_timer()
-        if deadline_s is not None and (self._timer_s is None or deadline_s < self._timer_s):
-            self._timer_s = deadline_s
-            self._at(deadline_s, self._fire_timer)
+        deadline_s = node.machine.next_timer()
+        if deadline_s is not None and (node.timer_s is None or deadline_s < node.timer_s):
+            node.timer_s = deadline_s
+            self._at(deadline_s, partial(self._fire_timer, node))
 
-    def _fire_timer(self) -> None:
-        self._timer_s = None
-        self._turn(self.nodes[0])
+    def _fire_timer(self, node: Node) -> None:
+        node.timer_s = None
+        self._turn(node)
 
     def _deliver(self, stage: int, message: HeadInput) -> None:
         if isinstance(message, Open):

@@ -1,8 +1,8 @@
 """Conversations of several turns over one system prompt: what parked caches save, and what little memory costs.
 
-Two alike stages (a decode step 50 ms, a piece of 256 positions 1,200 ms, as in `mixed`), 20 ms between them. A user
-reads the reply for a while, then asks again with all that was said before. Replies end by themselves, so the head
-does not know how long they get: in a tight budget they run out of room, and the youngest is paused.
+Two alike stages (a decode step of one row 50 ms, a piece of 256 positions 1,200 ms, as in `mixed`), 20 ms between
+them. A user reads the reply for a while, then asks again with all that was said before. Replies end by themselves, so
+the head does not know how long they get: in a tight budget they run out of room, and the youngest is paused.
 """
 
 from __future__ import annotations

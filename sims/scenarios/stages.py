@@ -1,6 +1,6 @@
 """Rings of 2 to 8 stages: how much of the bound is reached as the ring grows and its links get longer.
 
-All stages alike: a group costs 40 ms plus 8 ms a row (a weight-bound card), 6 users a stage.
+All stages alike: a group costs 40 ms plus 8 ms a row (a weight-bound card); 1, 4 and 12 users.
 """
 
 from __future__ import annotations

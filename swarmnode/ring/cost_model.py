@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import TYPE_CHECKING
 
+from swarmnode.ring.partition import Partition
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -140,6 +142,10 @@ class CostModel:
     def group_ms(self, rows: int) -> list[float]:
         """Each stage's cost of a group."""
         return [table.between(rows) or 0.0 for table in self._groups]
+
+    def round_ms(self, groups: Sequence[int]) -> float:
+        """How long it takes until groups of these sizes, one behind the other, are each where they were."""
+        return Partition.of(groups, self.group_ms, self.road_ms).cycle_ms
 
     def group_ms_at_best(self, rows: int) -> list[float]:
         """The least it may turn out to be where it never ran."""

@@ -71,7 +71,7 @@ class Head:
         self.progress = ProgressDeadline()
         self._sessions = Sessions()
         self._by_request: dict[RequestId, Session] = {}
-        self._plan = TurnPlan(schedule or make_schedule(config, self.costs), self._sessions)
+        self._plan = TurnPlan(schedule or make_schedule(config, self.costs), self._sessions, self.costs)
         self._next_id = 1
         self._relinking = Relinking()
         self._outgoing: list[Envelope] = []
@@ -111,7 +111,7 @@ class Head:
     def next_timer(self) -> float | None:
         limit_s = self._limit_s()
         first_s = min((session.progress_s + limit_s for session in self._sessions.in_flight()), default=math.inf)
-        deadline_s = min(first_s, self._end_deadline_s(limit_s))
+        deadline_s = min(first_s, self._end_deadline_s(limit_s), self._plan.wakes_s or math.inf)
         return None if math.isinf(deadline_s) else deadline_s
 
     def _limit_s(self) -> float:
@@ -256,7 +256,9 @@ class Head:
         hidden = result.onward().take_rows(alive)
         for i in alive:
             self._sessions[rows[i].session].hidden_bytes += len(hidden.data) // len(alive)
-        self._outgoing.append(Envelope("act", Group(tuple(rows[i] for i in alive), hidden, compute_ms)))
+        group = Group(tuple(rows[i] for i in alive), hidden, compute_ms, round_ms=self._plan.round_ms)
+        self._plan.turns.left([row.session for row in group.rows], self._plan.round_ms, compute_ms[0], now)
+        self._outgoing.append(Envelope("act", group))
 
     # answers
 
@@ -322,7 +324,7 @@ class Head:
     def _take_token(self, session: Session, token: int, now: float) -> None:
         session.reply.append(token)
         session.last_token = token
-        session.delayed = self._plan.turns.arrived_during_piece(now)
+        session.delayed = self._plan.turns.arrived((session.id,), now)
         session.ready_s = session.progress_s = now
         self._events.append(Sampled(session.request, token))
         if token in self.config.eos_token_ids:

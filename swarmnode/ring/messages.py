@@ -65,6 +65,8 @@ class Group:
     hidden: Activation
     compute_ms: tuple[float, ...] = ()
     queue_ms: float = 0.0
+    round_ms: float | None = None
+    """How long these rows take to come back to a stage where no prompt piece holds them up; None: nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)

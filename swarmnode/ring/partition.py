@@ -6,6 +6,7 @@ busiest stage needs for all groups, and no less than one group needs to go all t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,6 +39,11 @@ class Partition:
     def sizes(self) -> tuple[int, ...]:
         """The groups' sizes, largest first."""
         return tuple(sorted((size for size, count in self.parts for _ in range(count)), reverse=True))
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], group_ms: Callable[[int], Sequence[float]], road_ms: float) -> Partition:
+        """Groups of these sizes; `group_ms(rows)` gives each stage's cost."""
+        return cls(tuple(Counter(sizes).items()), 0.0, 0.0).at_costs(group_ms, road_ms)
 
     def at_costs(self, group_ms: Callable[[int], Sequence[float]], road_ms: float) -> Partition:
         """The same groups at other costs."""

@@ -79,13 +79,16 @@ class Stage:
         self._pieces: deque[_Queued] = deque()
         self._running: tuple[Work, _Queued, tuple[Row, ...]] | None = None
         self._turns = Turns()
+        self._wakes_s: float | None = None
+        """When a piece that waits for a late step stops waiting."""
         self._outgoing: list[Envelope] = []
         self._freed: list[SessionId] = []
 
     def receive(self, envelope: Envelope, now: float) -> None:
         match envelope.message:
             case Group() as message:
-                self._groups.append(_Queued(message, now, delayed=self._turns.arrived_during_piece(now)))
+                delayed = self._turns.arrived([row.session for row in message.rows], now)
+                self._groups.append(_Queued(message, now, delayed=delayed))
             case Piece() as message:
                 self._pieces.append(_Queued(message, now))
             case End() | Drop() as end:
@@ -100,10 +103,10 @@ class Stage:
                 raise ValueError(f"stage {self.index} got {type(envelope.message).__name__} on {envelope.lane}")
 
     def handle_timer(self, now: float) -> None:
-        """A later stage awaits nothing: the head owns every deadline."""
+        """Time alone changes nothing but whose turn it is, and `next_work` asks that: the head owns every deadline."""
 
     def next_timer(self) -> float | None:
-        return None
+        return self._wakes_s
 
     def outgoing(self) -> list[Envelope]:
         return drain(self._outgoing)
@@ -123,21 +126,28 @@ class Stage:
     # work
 
     def next_work(self, now: float) -> Work | None:
-        """A piece, unless a group goes first; a step waits for one piece at most."""
+        """A piece where it is a piece's turn, else the group that came first."""
+        self._wakes_s = None
         while self._groups or self._pieces:
-            take_piece = bool(self._pieces) and not any(self._goes_first(group) for group in self._groups)
+            take_piece = bool(self._pieces) and self._turns.piece_is_next(self._waiting(), now)
+            if not take_piece and not self._groups:
+                self._wakes_s = self._turns.held_until_s(now)
+                break
             queued = self._pieces.popleft() if take_piece else self._groups.popleft()
             queued.started_s = now
             work = self._admit(queued)
             if work is not None:
                 self._note(work)
                 return work
+        self._turns.idles()
         return None
 
-    def _goes_first(self, group: _Queued) -> bool:
-        message = group.message
-        sessions = [row.session for row in message.rows] if isinstance(message, Group) else []
-        return self._turns.step_goes_first(sessions, group.delayed)
+    def _waiting(self) -> list[tuple[list[SessionId], bool]]:
+        return [
+            ([row.session for row in queued.message.rows], queued.delayed)
+            for queued in self._groups
+            if isinstance(queued.message, Group)
+        ]
 
     def _note(self, work: Work) -> None:
         if isinstance(work, GroupWork):
@@ -207,7 +217,7 @@ class Stage:
                 self._piece_computed(message, result, compute_ms, queue_ms)
         else:
             self._turns.step_ended(result.compute_ms)
-            self._group_computed(rows, result, compute_ms, queue_ms)
+            self._group_computed(message, rows, result, compute_ms, queue_ms, now)
 
     def _piece_computed(self, piece: Piece, result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float) -> None:
         if self.is_last:
@@ -219,18 +229,26 @@ class Stage:
             self._send_on("pre", onward)
 
     def _group_computed(
-        self, rows: tuple[Row, ...], result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float
+        self,
+        group: Group,
+        rows: tuple[Row, ...],
+        result: WorkResult,
+        compute_ms: tuple[float, ...],
+        queue_ms: float,
+        now: float,
     ) -> None:
         done = [row for row in rows if row.session not in result.failed]
         keep = [i for i, row in enumerate(done) if row.session in self._held]
         alive = tuple(done[i] for i in keep)
         if not alive:
             return
+        if group.round_ms is not None:
+            self._turns.left([row.session for row in alive], group.round_ms, compute_ms[-1], now)
         if self.is_last:
             tokens = tuple(result.tokens[i] for i in keep)
             self._send_on("act", Tokens(alive, tokens, compute_ms, queue_ms))
         elif result.hidden is not None:
-            self._send_on("act", Group(alive, result.hidden.take_rows(keep), compute_ms, queue_ms))
+            self._send_on("act", Group(alive, result.hidden.take_rows(keep), compute_ms, queue_ms, group.round_ms))
 
     # ends
 
@@ -239,6 +257,7 @@ class Stage:
         if session < self._below and session not in self._kept:
             return  # from before the reset, on a lane that was slower than its
         if not self._floors.stands(session, gen):
+            self._turns.over(session)
             self._give_back(session, gen, end.park if isinstance(end, End) else 0)
         for queued in (*self._groups, *self._pieces):
             queued.ended[session] = max(gen, queued.ended.get(session, gen))
@@ -269,6 +288,7 @@ class Stage:
         self._floors.clear()
         self._groups.clear()
         self._pieces.clear()
+        self._turns.all_over()
         self._below, self._kept = reset.below, frozenset(keep)
         self._send_on("act", Reset(reset.below, keep))
 

@@ -9,6 +9,7 @@ from swarmnode.ring.turns import Turns
 from swarmnode.ring.work import GroupWork, PieceWork, Work
 
 if TYPE_CHECKING:
+    from swarmnode.ring.cost_model import CostModel
     from swarmnode.ring.schedule import Pass, Schedule
     from swarmnode.ring.session import Session
     from swarmnode.ring.sessions import Sessions
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
 class TurnPlan:
     """Sessions read their prompts in turn; a step goes to those that have waited longest for theirs."""
 
-    def __init__(self, schedule: Schedule, sessions: Sessions) -> None:
+    def __init__(self, schedule: Schedule, sessions: Sessions, costs: CostModel) -> None:
         self.turns = Turns()
         self.bytes_per_position = 0
         """Of hidden state on stage 0's link; 0 until a piece was sent."""
         self._schedule = schedule
+        self._costs = costs
         self._sessions = sessions
+        self.wakes_s: float | None = None
+        """When a piece that waits for a late step stops waiting."""
+        self.round_ms = 0.0
+        """Of the group that was begun last: how long it takes round the ring where no piece holds it up."""
         self._reading: deque[Session] = deque()
         self._next_group_id = 1
 
@@ -31,19 +37,33 @@ class TurnPlan:
         self._reading.append(session)
 
     def forget(self, session: Session) -> None:
+        self.turns.over(session.id)
         if session in self._reading:
             self._reading.remove(session)
 
     def next_work(self, now: float) -> Work | None:
-        """A piece, unless a step goes first."""
+        """A piece where it is a piece's turn, else a step; what the schedule holds back gives its turn to the other."""
+        self.wakes_s = None
         chosen = self._sessions.pass_now(self.bytes_per_position)
-        if any(self.turns.step_goes_first((s.id,), s.delayed) for s in self._sessions.ready()):
-            return self._next_group(chosen, now) or self._next_piece(chosen, now)
-        return self._next_piece(chosen, now) or self._next_group(chosen, now)
+        waiting = [((s.id,), s.delayed) for s in self._sessions.ready()]
+        if self._reading and self.turns.piece_is_next(waiting, now):
+            work = self._next_piece(chosen, now) or self._next_group(chosen, now)
+        else:
+            work = self._next_group(chosen, now) or self._piece_if_nobody_is_late(chosen, now)
+        if work is None:
+            self.turns.idles()
+        return work
 
-    def _next_piece(self, chosen: Pass, now: float) -> PieceWork | None:
+    def _piece_if_nobody_is_late(self, chosen: Pass, now: float) -> PieceWork | None:
         if not self._reading:
             return None
+        held_until_s = self.turns.held_until_s(now)
+        if held_until_s > now:
+            self.wakes_s = held_until_s
+            return None
+        return self._next_piece(chosen, now)
+
+    def _next_piece(self, chosen: Pass, now: float) -> PieceWork | None:
         session = self._reading[0]
         n = self._schedule.piece_positions(chosen, len(session.reading) - session.next_piece)
         if n == 0:
@@ -65,5 +85,7 @@ class TurnPlan:
         if not ready:
             return None
         self._next_group_id += 1
+        rest = chosen.ready - len(ready)
+        self.round_ms = self._costs.round_ms([len(ready), *chosen.groups_in_flight, *([rest] if rest else [])])
         self.turns.step_begins([session.id for session in ready])
         return GroupWork(tuple(session.take_step(self._next_group_id, now) for session in ready))

@@ -80,6 +80,8 @@ def _with_hidden(message: Piece | Group) -> Frame:
         **_times(message.compute_ms, message.queue_ms),
     }
     if isinstance(message, Group):
+        if message.round_ms is not None:
+            header["round_ms"] = message.round_ms
         return Frame("group", {**_rows(message.rows), **header}, hidden.data)
     header |= {
         "session": message.session,
@@ -165,7 +167,7 @@ def _read_group(header: Header, frame: Frame) -> Group:
     rows = _read_rows(header)
     if hidden.shape[0] != sum(row.n for row in rows):
         raise ProtocolError(f"a group of {len(rows)} rows has hidden states of shape {hidden.shape}")
-    return Group(rows, hidden, *_read_times(header))
+    return Group(rows, hidden, *_read_times(header), header.get("round_ms"))
 
 
 def _read_tokens(header: Header, _: Frame) -> Tokens:

@@ -186,7 +186,7 @@ def _ring_kinds() -> tuple[Kind, ...]:
     return (
         _kind("piece", "ring", (*_ROUTE, *piece, *_TENSOR, *_TIMES), "tensor"),
         _kind("piece_done", "ring", (*_ROUTE, *done, *_TIMES)),
-        _kind("group", "ring", (*_ROUTE, *_ROWS, *_TENSOR, *_TIMES), "tensor"),
+        _kind("group", "ring", (*_ROUTE, *_ROWS, *_TENSOR, *_TIMES, _maybe("round_ms", Number())), "tensor"),
         _kind("tokens", "ring", (*_ROUTE, *tokens, *_TIMES)),
         _kind("end", "ring", (*_ROUTE, _key("session", _COUNT), _maybe("park", _POS))),
         _kind("ended", "ring", (*_ROUTE, _key("session", _COUNT), _maybe("gen", _SMALL))),

@@ -53,7 +53,9 @@ STRATEGIES: dict[type, st.SearchStrategy[typing.Any]] = {
     m.PieceDone: st.builds(
         m.PieceDone, sessions, small, small, st.integers(1, 4096), st.none() | small, times, numbers
     ),
-    m.Group: rows.flatmap(lambda r: st.builds(m.Group, st.just(r), hidden(len(r)), times, numbers)),
+    m.Group: rows.flatmap(
+        lambda r: st.builds(m.Group, st.just(r), hidden(len(r)), times, numbers, st.none() | numbers)
+    ),
     m.Tokens: rows.flatmap(
         lambda r: st.builds(
             m.Tokens, st.just(r), st.lists(small, min_size=len(r), max_size=len(r)).map(tuple), times, numbers
