@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
