@@ -32,6 +32,7 @@ from swarmnode.cluster.membership import (
     StateChanged,
     next_incarnation,
 )
+from swarmnode.cluster.reconnecting import wait_s
 from swarmnode.cluster.roll import Answer, Roll
 from swarmnode.ids import BootId, NodeId
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.member_table import Mark
 
-RETRY_S = 5.0
-"""Between two attempts to reach the coordinator (`RECONNECT_S` of a peer that tried often)."""
+LONG_LOST = 10
+"""Attempts that failed before the first one seen here: the waits between them grow no more."""
 SLOW_S = 2 * DEAD_S
 """How long a slow coordinator takes to come to what has arrived; its timers are late by SLOW_TICK_S."""
 SLOW_TICK_S = 0.6
@@ -494,8 +495,7 @@ class MembersWorld(Timeline):
             return
         if not host.paused:
             self._send(host.node, Dial(next(self._links), 0, host.who))
-        wait_s = RETRY_S * self.random.uniform(0.5, 1.0)
-        self.at(self.now_s + wait_s, lambda: self._dial(host, boot))
+        self.at(self.now_s + wait_s(LONG_LOST, self.random.random), lambda: self._dial(host, boot))
 
     def _beat(self, host: Host, link: int) -> None:
         if not host.running or host.link != link:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import trio
 
 from swarmnode.cluster.local_health import LocalHealth
 from swarmnode.cluster.membership import BEAT_INTERVAL_S
+from swarmnode.cluster.reconnecting import wait_s
 from swarmnode.errors import Conflict, LinkBroken, NodeRemoved, ProtocolError, SwarmError
 from swarmnode.roles.coordinator_watch import CoordinatorWatch
 from swarmnode.roles.file_server import serve_shares
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 RING_COMMANDS = frozenset({"open", "unload", "link", "probe_ring"})
 """Frames of the coordinator that are about a ring held here (their table row makes `ring` a must)."""
-RECONNECT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Waits between attempts to reach the coordinator; the last one repeats."""
 REFUSED_S = 15.0
 """The wait where the coordinator refuses this node's name, or knows its identity from another machine: people mend
 that, but one that lost power there is only missed after some seconds."""
@@ -107,7 +107,7 @@ class Peer:
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
                 refused = not lasted and isinstance(error.__cause__ or error, Conflict)
             attempt = 0 if lasted else attempt + 1
-            await trio.sleep(REFUSED_S if refused else RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+            await trio.sleep(REFUSED_S if refused else wait_s(attempt, random.random))
 
     async def serve_lane(self, hello: Hello, channel: Channel) -> None:
         """An incoming lane of a ring; refused when the ring is not held here."""

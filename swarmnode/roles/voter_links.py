@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
 
+from swarmnode.cluster.reconnecting import wait_s
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.roles.vote_codec import from_frame, to_frame
 from swarmnode.wire.dialing import Way, dial_best
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 MAX_QUEUED = 8
 """Messages for a node that reads slowly; the election sends again whatever matters."""
-RETRY_S = (0.2, 0.5, 1.0, 2.0)
-"""Waits between attempts to reach a voter; the last one repeats."""
+RETRY_MOST_S = 2.0
+"""A voter is tried more often than a coordinator: a majority may wait for this very link."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ class VoterLinks:
                     _log.debug("the link to voter %s: %s", node[:8], error)
                 finally:
                     dialed.up = False
-                await trio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+                await trio.sleep(wait_s(attempt, random.random, RETRY_MOST_S))
                 attempt += 1
                 dialed.drop_waiting()
 
