@@ -25,7 +25,7 @@ WAYS = (
     *(Way(rows, turned=False) for rows in range(1, 9)),
     *(Way(rows, turned=True) for rows in (2, 3, 4, 8)),
 )
-"""One row alone may go beside a row of zeros too: a large weight that is turned is read faster than by a row's kernel."""
+"""One row alone may go beside a row of zeros too: turned, a large weight is read faster than by a row's own kernel."""
 PAYS = 0.9
 """Of the cost of the plain way: less would be the noise of a busy machine."""
 _ROUNDS = 3
