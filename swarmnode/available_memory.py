@@ -1,4 +1,5 @@
-"""How much memory this machine has to give now: what the kernel, and a cgroup where there is one, leaves."""
+"""How much memory this machine has to give now: what the kernel, and a cgroup where there is one, leaves, and what
+share of that, and of a card's, stages may take."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 
 MEMORY_SHARE = 0.8
 """Of what is available, what a stage may take unless its peer was told otherwise."""
+CARD_SHARE = 0.85
+"""Of a card's free memory: the rest is for fragmentation and for what others take later."""
 
 
 def available_memory_bytes() -> int:

@@ -22,7 +22,7 @@ from swarmnode.config import Settings, read_settings
 from swarmnode.errors import Conflict, InvalidRequest, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.ballot import STATE_FILE, Ballot
-from swarmnode.roles.capabilities import find_capabilities
+from swarmnode.roles.capabilities import find_abilities
 from swarmnode.roles.context import NodeContext, PeerResources
 from swarmnode.roles.enrolment import VOTER_ROLES, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
@@ -290,7 +290,10 @@ class _Node:
     async def _join_as_peer(self, peer: Peer, roads: Roads) -> None:
         """What its stages can do is what its HELLO says; where there may be a card, finding out takes a while, which
         nothing else of this node waits for."""
-        roads.declare(await find_capabilities(self._options.resources.device))
+        found = await find_abilities(self._options.resources.device)
+        roads.declare(found.capabilities)
+        if found.card is not None:
+            peer.use_card(found.card)
         await peer.run()
 
     def _standing(self, kind: str) -> int:

@@ -131,10 +131,14 @@ def _stage_metrics(rings: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     lanes = GaugeMetricFamily("swarmnode_lanes", "Lanes by the way they take.", labels=["model_name", "route"])
     where = ["model_name", "stage", "lane"]
     trip = GaugeMetricFamily("swarmnode_link_round_trip_seconds", "A lane's round trip.", labels=where)
+    held = GaugeMetricFamily("swarmnode_stage_vram_bytes", "What a stage holds of its card.", labels=where[:2])
     sent = CounterMetricFamily("swarmnode_lane_bytes", "Bytes sent on a lane of the loaded ring.", labels=where)
     for ring in rings:
         for phase, number in Counter(str(stage["phase"]) for stage in ring["stages"]).items():
             stages.add_metric([ring["id"], phase], number)
+        for one in ring["stages"]:
+            if one.get("vram_bytes") is not None:
+                held.add_metric([ring["id"], str(one["stage"])], one["vram_bytes"])
         links = [(str(stage["stage"]), link) for stage in ring["stages"] for link in stage.get("links") or ()]
         for route, number in Counter(link["route"] or "down" for _, link in links).items():
             lanes.add_metric([ring["id"], route], number)
@@ -142,7 +146,7 @@ def _stage_metrics(rings: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
             sent.add_metric([ring["id"], stage, link["lane"]], link.get("bytes") or 0)
             if link.get("round_trip_ms") is not None:
                 trip.add_metric([ring["id"], stage, link["lane"]], link["round_trip_ms"] / 1e3)
-    yield from (stages, lanes, trip, sent)
+    yield from (stages, lanes, trip, sent, held)
 
 
 def _restoring_metrics(models: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -164,6 +168,12 @@ def _node_metrics(nodes: Mapping[str, Any]) -> Iterator[Metric]:
     for route, number in Counter(routes).items():
         links.add_metric([route], number)
     yield links
+    for key, text in (("vram_bytes", "What a peer's card has."), ("vram_free_bytes", "What of it is free.")):
+        memory = GaugeMetricFamily(f"swarmnode_peer_{key}", text, labels=["peer"])
+        for peer in nodes.get("peers") or ():
+            if peer.get(key) is not None:
+                memory.add_metric([str(peer.get("name"))], peer[key])
+        yield memory
     voters = GaugeMetricFamily("swarmnode_voters", "Nodes that decide who coordinates.")
     voters.add_metric([], len(nodes.get("voters") or ()))
     yield voters

@@ -49,6 +49,10 @@ JoinOption = Annotated[
     ),
 ]
 
+MEMORY_HELP = (
+    "What a stage may take, like 6G; of a card's memory where it computes on one. [80 % of what is available, "
+    "85 % of what is free on a card]"
+)
 UP_HELP = """Run this machine's node until Ctrl-C.
 
 Examples:
@@ -105,9 +109,7 @@ def up(
     name: Annotated[str | None, typer.Option("--name", help="What people call this node. [host name]")] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads of a stage; 0: all cores.")] = 0,
-    memory: Annotated[
-        str | None, typer.Option("--memory", help="What a stage may take, like 6G. [80 % of what is available]")
-    ] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help=MEMORY_HELP)] = None,
     json_output: JsonFlag = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
 ) -> None:
@@ -140,7 +142,10 @@ def up(
         data_dir=data_dir,
         name=_checked_name(name),
         resources=PeerResources(
-            parse_size(memory) if memory else offered_memory_bytes(), _checked_device(device), threads
+            parse_size(memory) if memory else offered_memory_bytes(),
+            _checked_device(device),
+            threads,
+            bounded=memory is not None,
         ),
         voter=voter,
         end_with_stdin=end_with_stdin,

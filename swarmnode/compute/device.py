@@ -50,12 +50,27 @@ def int4_obstacle(device: torch.device) -> str:
     return ""
 
 
+def card_memory(device: torch.device) -> dict[str, int]:
+    """What a card has and what of it is free now, whoever took the rest; nothing for a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"vram_bytes": int(total), "vram_free_bytes": int(free)}
+
+
+def stage_gauges(device: torch.device) -> dict[str, int]:
+    """What this process holds of its card, and what is free there; nothing for a CPU."""
+    memory = card_memory(device)
+    return {**memory, "vram_bytes": int(torch.cuda.memory_reserved(device))} if memory else {}
+
+
 def main() -> None:
-    """Print the device a worker would choose, and what keeps its 4-bit kernels from it, as one JSON object."""
+    """Print the device that a worker would choose, a card's memory and what keeps 4-bit kernels from it, as JSON."""
     signal.alarm(int(DEVICE_PROBE_S))  # its node may be gone while a driver hangs
     device = pick_device(sys.argv[1])
     on_card = device.type == "cuda"
-    print(json.dumps({"device": device.type, "int4_obstacle": int4_obstacle(device) if on_card else ""}))
+    obstacle = int4_obstacle(device) if on_card else ""
+    print(json.dumps({"device": device.type, "int4_obstacle": obstacle, **card_memory(device)}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.available_memory import offered_memory_bytes
+from swarmnode.available_memory import CARD_SHARE, offered_memory_bytes
 from swarmnode.compute.kv_cache import GROWTH_TOKENS
 from swarmnode.errors import LoadRefused
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from swarmnode.compute.kv_cache import SessionCache
     from swarmnode.compute.stage_model import StageModel
 
-CARD_SHARE = 0.85
-"""Of a card's free memory: the rest is for fragmentation and for what others take later."""
 CARD_SPARE_BYTES = 300 << 20
 """Workspace of kernels on a card, one weight taken apart included."""
 CPU_SPARE_BYTES = 48 << 20

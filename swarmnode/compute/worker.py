@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,7 @@ class Worker:
             send=lambda envelope: self._post(_envelope_frame(envelope)),
             drain_events=lambda: _hand_over(machine, text, self._post),
             stage=spec.stage,
-            report=lambda gauges: self._post(Frame("stats", {}, pack_body(dict(gauges)))),
+            report=lambda gauges: self._post(Frame("stats", {}, pack_body({**gauges, **stage.card_gauges()}))),
         )
         if stage.pipeline is not None:
             text = TextThread(spec.ring_id, stage.pipeline, loop.inbox.put, self._post)
@@ -214,6 +215,8 @@ class LoadedStage:
     engine: Engine
     pipeline: TextPipeline | None
     report: StageReport
+    card_gauges: Callable[[], Mapping[str, int]] = dict
+    """What the process holds of a card now, and what is free there."""
 
 
 def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedStage:
@@ -230,11 +233,13 @@ def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedSta
 
         script = load_scripted(spec.stage_spec())
         return LoadedStage(script, pipeline, report_scripted(spec, script))
+    from swarmnode.compute.device import stage_gauges
     from swarmnode.compute.loader import load_stage
 
     begun_s = time.monotonic()
     engine = load_stage(spec.stage_spec(), report)
-    return LoadedStage(engine, pipeline, report_stage(spec, engine, time.monotonic() - begun_s, report))
+    about = report_stage(spec, engine, time.monotonic() - begun_s, report)
+    return LoadedStage(engine, pipeline, about, partial(stage_gauges, engine.model.device))
 
 
 def make_machine(spec: WorkerSpec) -> Head | Stage:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from swarmnode.available_memory import CARD_SHARE
 from swarmnode.cluster.member_table import KnownMembers
 
 if TYPE_CHECKING:
@@ -17,12 +18,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class CardMemory:
+    """Of the card that a peer's stages compute on: what it has, and what was free before there were any."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PeerResources:
-    """What a peer offers: bytes a stage may take, torch device and threads for its workers."""
+    """What a peer offers: bytes a stage may take of the device's memory, torch device and threads for its workers."""
 
     memory_bytes: int
     device: str
     threads: int
+    bounded: bool = False
+    """Somebody said how much a stage may take; else it is what the device has."""
+    card: CardMemory | None = None
+
+    def on_card(self, card: CardMemory) -> PeerResources:
+        """Its stages compute on a card: they take its memory, not the machine's."""
+        offered = int(card.free_bytes * CARD_SHARE)
+        return replace(self, memory_bytes=min(offered, self.memory_bytes) if self.bounded else offered, card=card)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,10 +195,14 @@ class Coordinator:
     def silence_s(self, node: NodeId) -> float | None:
         return self._roll.members.silence_s(node, trio.current_time())
 
+    def awaits(self, node: NodeId) -> bool:
+        """Whether it is one of those that `awaited` names."""
+        return node not in self.members and self._roll.members.awaits(node)
+
     @property
     def awaited(self) -> Sequence[Row]:
         """Members of before that this coordinator did not hear yet, and does not give up yet."""
-        return [row for row in self._roll.awaited() if row.node not in self.members]
+        return [row for row in self._roll.awaited() if self.awaits(row.node)]
 
     async def remove(self, name: str) -> NodeRecord:
         """Take a node out for good: links with it end here at once, at its neighbours when they hear of it. Raises

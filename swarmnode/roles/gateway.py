@@ -296,7 +296,7 @@ class Gateway:
         elif record.node in self._coordinator.members:
             state = self._coordinator.state(record.node).value
         else:
-            state = AWAITED if record.node in {row.node for row in self._coordinator.awaited} else "away"
+            state = AWAITED if self._coordinator.awaits(record.node) else "away"
         return {
             "node": record.node,
             "name": record.name,
@@ -427,5 +427,6 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
         "sessions": gauges.get("sessions", 0),
         "kv_tokens": gauges.get("kv_tokens", 0),
         "kv_bytes": gauges.get("kv_bytes", 0),
+        "vram_bytes": gauges.get("vram_bytes"),
         "kv_budget_tokens": ready.kv_tokens if ready else None,
     }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from swarmnode.catalog.store import ShardStore
     from swarmnode.ids import RingId
-    from swarmnode.roles.context import NodeContext, PeerResources
+    from swarmnode.roles.context import CardMemory, NodeContext, PeerResources
     from swarmnode.roles.joining import PeerMembership
     from swarmnode.wire.address import Place
     from swarmnode.wire.link import Channel, Hello
@@ -86,6 +86,10 @@ class Peer:
         self._holding: trio.Nursery | None = None
         self._patience = trio.CancelScope()
         """Of the stages that wait for their coordinator."""
+
+    def use_card(self, card: CardMemory) -> None:
+        """Its stages compute on this card, and take its memory."""
+        self._resources = self._resources.on_card(card)
 
     async def run(self) -> None:
         """Stay connected until cancelled; the stages held here outlive a connection."""
@@ -235,6 +239,7 @@ class Peer:
             }
             body = {
                 "memory_bytes": self._resources.memory_bytes,
+                **self._card_memory(),
                 "device": self._resources.device,
                 "threads": self._resources.threads,
                 "stages": self.snapshot(),
@@ -247,6 +252,14 @@ class Peer:
             seq += 1
             with trio.move_on_after(BEAT_INTERVAL_S):
                 await self._beat_now.wait()
+
+    def _card_memory(self) -> dict[str, int]:
+        """Free now, as far as a stage there says, and else as it was before any stage."""
+        card = self._resources.card
+        if card is None:
+            return {}
+        free = [host.gauges["vram_free_bytes"] for host in self._hosts.values() if "vram_free_bytes" in host.gauges]
+        return {"vram_bytes": card.total_bytes, "vram_free_bytes": min(free, default=card.free_bytes)}
 
     async def _read_control(self, control: Channel, nursery: trio.Nursery, watch: CoordinatorWatch) -> None:
         """Answers to beats, removals, which end the lanes of who was removed, and other peers' calls, until the

@@ -91,6 +91,10 @@ class Beat(_Report):
     """What a peer offers and holds, and how it is; sent every two seconds."""
 
     memory_bytes: Count
+    """What it offers of the memory that its stages compute in: a card's, where they compute on one."""
+    vram_bytes: Count | None = None
+    """What its card has."""
+    vram_free_bytes: Count | None = None
     device: Name
     threads: Count
     stages: list[StageHeld] = Field(max_length=MAX_STAGES_HELD)

@@ -10,6 +10,7 @@ the coordinator's answer or the chunk's name is the load's error.
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from swarmnode.catalog.chunk_pool import Batch
     from swarmnode.catalog.manifest import FileEntry
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.file_client import FetchProgress
     from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.dialing import Way
     from swarmnode.wire.link import Channel
 
 _log = logging.getLogger(__name__)
@@ -49,6 +51,9 @@ ASK_AGAIN_S = 1.0
 """Another peer that loads now has more every second."""
 PATIENCE_S = 5.0
 """The coordinator, with nothing else to give, waits so long before it gives what a peer was to give."""
+FOLLOWER_AFTER_S = 1.0
+"""How much later than the peers, and than the one before it, a node that may coordinate is asked; at once where there
+is nobody to wait for."""
 BATCH_S = 60.0
 """For one batch of a peer: 16 MiB at 2 Mbit/s, slower than any uplink worth waiting for."""
 
@@ -132,7 +137,7 @@ class _SliceFetch:
                 self._expect(store, headers)
                 self._pool = ChunkPool(headers, self._lists)
                 with suppress(InvalidModel):
-                    await self._from_coordinator(dialed.up)
+                    await self._bring_rest(dialed.up, COORDINATOR)
                 if not self._pool.over:
                     await self._fetch(dialed.up, headers)
                 missing = self._missing()
@@ -168,28 +173,37 @@ class _SliceFetch:
                     await self._changed.wait()
             why: SwarmError | None = None
             try:
-                await self._from_coordinator(coordinator)
+                await self._bring_rest(coordinator, COORDINATOR)
             except InvalidModel as error:  # it followed the one that had them
                 why = error
-            await self._from_peers_alone()
-            await self._from_followers()
+            await self._from_others()
             if not self._pool.over:
                 raise why or next(iter(self._altered.values()))
             nursery.cancel_scope.cancel()
 
-    async def _from_coordinator(self, channel: Channel) -> None:
-        """Until all is here but what is wrong there."""
+    async def _bring_rest(self, channel: Channel, source: str, batch_s: float = math.inf) -> None:
+        """Until all is here but what is wrong there: what no peer has, and after a while what peers were to give."""
+        wrong = self._altered if source == COORDINATOR else {}
         waited = False
-        while not self._pool.waits_only_for(self._altered.keys()):
-            batch = self._pool.take_rest(anything=waited, but=self._altered)
+        while not self._pool.waits_only_for(wrong.keys()):
+            batch = self._pool.take_rest(anything=waited, but=wrong)
             if batch is not None:
-                await self._bring(channel, batch, COORDINATOR)
+                with trio.fail_after(batch_s):
+                    await self._bring(channel, batch, source)
                 waited = False
                 continue
             with trio.move_on_after(PATIENCE_S) as patience:
                 await self._changed.wait()
             waited = patience.cancelled_caught
             self._progress.add(0)
+
+    async def _from_others(self) -> None:
+        """What the coordinator has not got: the peers go on, and the other nodes that may coordinate join them."""
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(self._from_followers, nursery.cancel_scope.cancel)
+            await self._from_peers_alone()
+            if self._pool.over:
+                nursery.cancel_scope.cancel()
 
     async def _from_peers_alone(self) -> None:
         """Until all is here, or for a while none of them has had any of the rest."""
@@ -202,26 +216,30 @@ class _SliceFetch:
             if not self._pool.over:
                 await self._changed.wait()  # every peer's batch and question has its own deadline
 
-    async def _from_followers(self) -> None:
-        """What is left, from the other nodes that may coordinate: one after the other, whatever is wrong with one."""
-        for way in followers(self._context):
-            if self._pool.over:
-                return
-            self._progress.add(0)
-            try:
-                async with way.open() as channel:
-                    name = channel.welcome.identity.name if channel.welcome is not None else way.name
-                    while not self._pool.over:
-                        batch = self._pool.take_rest(anything=True)
-                        if batch is None:
-                            await self._changed.wait()  # a peer is bringing the last of it, with its own deadline
-                            continue
-                        with trio.fail_after(BATCH_S):
-                            await self._bring(channel, batch, name)
-            except NoSpace:
-                raise
-            except (SwarmError, trio.TooSlowError) as error:
-                leave(self._spec, way.name, error)
+    async def _from_followers(self, over: Callable[[], None]) -> None:
+        """One after the other joins in, whatever is wrong with one: one that hangs costs no more than a moment."""
+        async with open_flat_nursery() as nursery:
+            gone = trio.Event()
+            if not self._helping:
+                gone.set()
+            for way in followers(self._context):
+                with trio.move_on_after(FOLLOWER_AFTER_S):
+                    await gone.wait()
+                gone = trio.Event()
+                nursery.start_soon(self._from_follower, way, gone, over)
+
+    async def _from_follower(self, way: Way[Channel], gone: trio.Event, over: Callable[[], None]) -> None:
+        try:
+            async with way.open() as channel:
+                name = channel.welcome.identity.name if channel.welcome is not None else way.name
+                await self._bring_rest(channel, name, BATCH_S)
+                over()
+        except NoSpace:
+            raise
+        except (SwarmError, trio.TooSlowError) as error:
+            leave(self._spec, way.name, error)
+        finally:
+            gone.set()
 
     async def _from_peer(self, node: NodeId, address: str) -> None:
         """Ask a peer for what it has until all is here; one that fails is left out and named in the log."""

@@ -124,11 +124,12 @@ def restoring_text(restoring: Mapping[str, Any]) -> str:
 
 
 def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
-    table = FittedTable(
-        "NODE", "STATE", "ROLES", ">MEMORY", ">STAGES", "ADDRESS?", "DEVICE?", ">SILENT?", ">THREADS?", "ROUTE?"
-    )
     coordinator = answer.get("coordinator")
     peers = answer.get("peers") or []
+    card = [">VRAM FREE?"] if any(peer.get("vram_bytes") is not None for peer in peers) else []
+    table = FittedTable(
+        "NODE", "STATE", "ROLES", ">MEMORY", ">STAGES", "ADDRESS?", "DEVICE?", ">SILENT?", ">THREADS?", "ROUTE?", *card
+    )
     alone = coordinator and all(peer.get("node") != coordinator.get("node") for peer in peers)
     for node in [*([coordinator] if alone else []), *peers, *_other_voters(answer)]:
         stages = node.get("stages")
@@ -144,8 +145,15 @@ def _nodes_table(answer: Mapping[str, Any]) -> FittedTable:
             "-" if silence_s is None else f"{silence_s:.1f} s",
             "auto" if node.get("threads") == 0 else quantities.count(node.get("threads")),
             literal(node.get("route")),
+            *([_card(node)] if card else []),
         )
     return table
+
+
+def _card(node: Mapping[str, Any]) -> str:
+    """What is free of its card's memory."""
+    total, free = quantities.size(node.get("vram_bytes")), quantities.size(node.get("vram_free_bytes"))
+    return "-" if node.get("vram_bytes") is None else f"{free} of {total}"
 
 
 def _roles(node: Mapping[str, Any], answer: Mapping[str, Any]) -> str | None:

@@ -14,8 +14,9 @@ from swarmnode.ids import ModelId, RequestId
 MODEL = ModelId("m")
 NODES = {
     "peers": [
-        {"node": "n1", "name": "den", "state": "alive", "route": "direct"},
-        {"node": "n2", "name": 'at"tic\n', "state": "suspect", "route": "relayed"},
+        {"node": "n1", "name": "den", "state": "alive", "route": "direct", "vram_bytes": 8000, "vram_free_bytes": 5000},
+        {"node": "n2", "name": 'at"tic\n', "state": "suspect", "route": "relayed", "vram_bytes": None},
+        {"node": "n3", "name": "loft", "state": "awaited", "address": None},
     ],
     "carried": {"tunnels": 3, "polled": 0},
     "traffic": [
@@ -41,6 +42,7 @@ NODES = {
                     "stage": 0,
                     "layers": [0, 8],
                     "phase": "ready",
+                    "vram_bytes": 1000,
                     "links": [{"lane": "act0", "route": "relayed", "round_trip_ms": 12.0, "bytes": 99}],
                 },
                 {"stage": 1, "layers": [9, 11], "phase": "loading", "links": []},
@@ -133,3 +135,14 @@ async def test_over_http(gateway: Any) -> None:
     assert (performance["id"], performance["window_s"], performance["requests"]) == ("replay-1", 900, 0)
     assert (await gateway.client.get("/api/v1/models/none/performance")).status_code == 404
     assert (await gateway.client.get("/api/v1/workers/den/logs")).status_code == 404
+
+
+def test_c1_a_cards_memory_is_there_for_who_has_one() -> None:
+    found = Samples(exposition([], NODES))
+    cards = {key: value for key, value in found.items() if "vram" in key[0]}
+    assert cards == {
+        ("swarmnode_peer_vram_bytes", frozenset({"den"})): 8000,
+        ("swarmnode_peer_vram_free_bytes", frozenset({"den"})): 5000,
+        ("swarmnode_stage_vram_bytes", frozenset({"m", "0"})): 1000,
+    }
+    assert {key[1] for key in found if key[0] == "swarmnode_links"} == {frozenset({"direct"}), frozenset({"relayed"})}

@@ -19,7 +19,7 @@ from tiny_models import make_tiny
 from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute import lean_block, loader
 from swarmnode.compute.card_projection import CardInt4Projection, _quantized, on_card
-from swarmnode.compute.device import int4_obstacle
+from swarmnode.compute.device import card_memory, int4_obstacle, stage_gauges
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.projections import GROUP, DenseProjection, packed
@@ -240,3 +240,11 @@ def test_what_a_worker_would_find_is_told_in_one_line() -> None:
         [sys.executable, "-m", "swarmnode.compute.device", "cpu"], capture_output=True, check=True, timeout=60
     ).stdout
     assert json.loads(said) == {"device": "cpu", "int4_obstacle": ""}
+
+
+def test_a_cards_memory_is_told_and_what_a_stage_holds_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    assert card_memory(CARD) == {"vram_bytes": 8 << 30, "vram_free_bytes": 5 << 30}
+    assert stage_gauges(CARD) == {"vram_bytes": 1 << 30, "vram_free_bytes": 5 << 30}
+    assert card_memory(torch.device("cpu")) == stage_gauges(torch.device("cpu")) == {}

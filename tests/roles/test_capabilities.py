@@ -11,14 +11,15 @@ import pytest
 import trio
 
 from swarmnode import node
+from swarmnode.available_memory import CARD_SHARE
 from swarmnode.cluster.placement import CPU_CAPABILITIES
 from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_INT8, SERVE_ON_CARD
 from swarmnode.config import read_settings
 from swarmnode.node import NodeOptions
 from swarmnode.roles import capabilities
 from swarmnode.roles.api_port import ApiOptions
-from swarmnode.roles.capabilities import find_capabilities
-from swarmnode.roles.context import PeerResources
+from swarmnode.roles.capabilities import Abilities, find_abilities
+from swarmnode.roles.context import CardMemory, PeerResources
 from swarmnode.wire.address import Address
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ OLDER = saying(json.dumps({"device": "cuda", "int4_obstacle": "GeForce has compu
 
 
 async def kernels(device: str, probe: tuple[str, ...]) -> set[str]:
-    return KERNELS & set(await find_capabilities(device, probe))
+    return KERNELS & set((await find_abilities(device, probe)).capabilities)
 
 
 async def test_a_cpu_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,6 +54,18 @@ async def test_q2_a_recent_card_declares_int4_fast_and_an_older_one_says_why_not
     assert await kernels("cuda", AMPERE) == {SERVE_ON_CARD, SERVE_INT4_FAST}
     assert await kernels("cuda:1", OLDER) == {SERVE_ON_CARD}
     assert "int4-fast is not served here: GeForce has compute capability 7.5" in caplog.text
+
+
+async def test_a_card_says_what_memory_it_has_and_stages_take_of_that(tmp_path: Path) -> None:
+    probed = {"device": "cuda", "int4_obstacle": "", "vram_bytes": 8 << 30, "vram_free_bytes": 6 << 30}
+    card = (await find_abilities("cuda", saying(json.dumps(probed)))).card
+    assert card == CardMemory(8 << 30, 6 << 30)
+    assert (await find_abilities("cuda", AMPERE)).card is None
+    offered = int(CARD_SHARE * (6 << 30))
+    ram = PeerResources(64 << 30, "cuda", 1)
+    assert ram.on_card(card).memory_bytes == offered
+    for asked, gets in ((2 << 30, 2 << 30), (64 << 30, offered)):
+        assert PeerResources(asked, "cuda", 1, bounded=True).on_card(card).memory_bytes == gets, "--memory bounds it"
 
 
 @pytest.mark.parametrize("driver", ["nvidia-smi", "device file"])
@@ -99,11 +112,11 @@ async def test_only_the_peer_of_a_node_waits_until_its_device_was_looked_at(
     """It listens, coordinates and answers at its API meanwhile; then it declares what was found."""
     looked = trio.Event()
 
-    async def slow_look(_device: str) -> tuple[str, ...]:
+    async def slow_look(_device: str) -> Abilities:
         await looked.wait()
-        return ("found",)
+        return Abilities(("found",), CardMemory(total_bytes=8 << 30, free_bytes=4 << 30))
 
-    monkeypatch.setattr(node, "find_capabilities", slow_look)
+    monkeypatch.setattr(node, "find_abilities", slow_look)
     events: dict[str, Mapping[str, object]] = {}
     told: dict[str, trio.Event] = {name: trio.Event() for name in ("ready", "peer_joined")}
 
@@ -129,4 +142,8 @@ async def test_only_the_peer_of_a_node_waits_until_its_device_was_looked_at(
             await told["peer_joined"].wait()
             (member,) = coordinator.members.values()
             assert member.identity.capabilities == ("found",)
+            while member.beat is None:  # noqa: ASYNC110 - the coordinator's own task
+                await trio.sleep(0.01)
+            assert (member.beat.vram_bytes, member.beat.vram_free_bytes) == (8 << 30, 4 << 30)
+            assert member.resources(None).memory_bytes == int(CARD_SHARE * (4 << 30)), "not of the machine's memory"
             nursery.cancel_scope.cancel()

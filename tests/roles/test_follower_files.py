@@ -22,9 +22,9 @@ from swarmnode.catalog.store import ShardStore
 from swarmnode.config import read_settings
 from swarmnode.errors import InvalidModel, NodeRemoved, NotCoordinator
 from swarmnode.node import _Node
-from swarmnode.roles import file_client
+from swarmnode.roles import file_client, slice_client
 from swarmnode.roles.fetching import fetch_files
-from swarmnode.roles.file_server import serve_files
+from swarmnode.roles.file_server import serve_files, serve_shares
 from swarmnode.roles.office import Office
 from swarmnode.roles.swarm_document import SwarmDocument
 from swarmnode.wire.address import Address
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from credentials import Node
 
+    from swarmnode.ids import NodeId
     from swarmnode.wire.link import Channel, Hello
 
 ANYWHERE = Address("127.0.0.1", 0)
@@ -96,9 +97,9 @@ class House:
         self.context.roads.known = tuple(self.known)
         return address
 
-    async def fetch(self) -> None:
+    async def fetch(self, *sources: tuple[NodeId, str]) -> None:
         """Everything that a stage of all layers reads; raises as `fetch_files`, or AssertionError for a wrong byte."""
-        spec = replace(one_stage_load(self.model.files, "attic"), model=self.model.model_id)
+        spec = replace(one_stage_load(self.model.files, "attic"), model=self.model.model_id, sources=sources)
         with trio.fail_after(20):
             sliced = await fetch_files(self.context, spec, self.store, lambda *_: None)
         placed = self.store.place(spec.model, spec.files, sliced) / SHARD
@@ -124,6 +125,20 @@ async def test_what_only_a_follower_has_comes_from_it_whatever_is_wrong_with_the
         await house.start_follower(nursery, house.bare, "no models")
         await house.start_follower(nursery, house.old, "old")
         await house.fetch()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_follower_is_asked_while_a_peer_that_loads_too_has_nothing_yet(house: House) -> None:
+    """That peer is asked again and again, and would have been waited for until it is given up."""
+    async with trio.open_nursery() as nursery:
+        await house.start_coordinator(nursery)
+        await house.start_follower(nursery, house.old, "old")
+        store = ShardStore(house.folder / "empty")
+        loading = await house.listen(nursery, house.loft, lambda channel: serve_shares(store, channel))
+        house.context.roads.known = tuple(at for at in house.known if at != loading)
+        began_s = trio.current_time()
+        await house.fetch((house.loft.node, str(loading)))
+        assert trio.current_time() - began_s < slice_client.PEER_SILENCE_S / 2
         nursery.cancel_scope.cancel()
 
 

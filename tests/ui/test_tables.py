@@ -316,3 +316,11 @@ def test_a_lost_ring_says_what_it_waits_for() -> None:
     assert lines[-1] == "lost: stage 1 · waits for: 2 free peers?[2J · next try in 12 s · 1 try failed"
     text = shown(status_view(status | {"restoring": {**again, "waits_for": "", "next_try_s": None, "failures": 0}}))
     assert text.splitlines()[-1] == "lost: stage 1 · is being loaded again"
+
+
+def test_a_cards_memory_is_shown_where_somebody_has_a_card() -> None:
+    peers = [{"name": "den", "vram_bytes": 8 << 30, "vram_free_bytes": 5 << 30}, {"name": "attic"}]
+    text = shown(ps_view({"coordinator": None, "peers": peers, "rings": []}), width=160)
+    assert "VRAM FREE" in text
+    assert "5.0 GiB of 8.0 GiB" in text
+    assert "VRAM" not in shown(ps_view({"coordinator": None, "peers": peers[1:], "rings": []}), width=160)
