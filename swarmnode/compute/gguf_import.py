@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    _read_gguf_once()
     folder, name = str(gguf.parent), gguf.name
     total = gguf.stat().st_size
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
@@ -59,6 +61,18 @@ def convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
     _forget_local_keys(target / "tokenizer_config.json")
     _emit({"done": total, "total": total})
+
+
+def _read_gguf_once() -> None:
+    """Keep what the gguf library read: transformers opens the file three times and makes the table of names once for
+    each module of the model (397 times for the demo model), which took half of an import.
+
+    Both are only read, and the files stay as they are while this process lives.
+    """
+    import gguf
+
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, cache(getattr(gguf, name)))
 
 
 def check_tokenizer(tokenizer: Any, eos_ids: Sequence[int]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from references import NEAR_TIE
+
 from swarmnode.compute.spec import StageSpec
 from swarmnode.ids import SessionId
 from swarmnode.ring.work import Continuation, DecodeRow, GroupWork, PieceWork, Sampling
@@ -16,12 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from references import Reference
 
     from swarmnode.ring.work import Engine, Work, WorkResult
 
 GREEDY = Sampling(temperature=0.0)
-NEAR_TIE = 1e-4
-"""A first difference is excused only where the reference's two best logits are closer than this."""
 
 
 def even_cuts(layers: int, stages: int) -> list[int]:
@@ -136,31 +137,6 @@ class Parity:
                 assert reference.gaps[index] < NEAR_TIE, f"token {index}: {mine}, transformers says {theirs}"
                 self.excused += 1
                 return
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What transformers' own generate gave, with the distance of the two best logits at every token."""
-
-    tokens: list[int]
-    gaps: list[float]
-
-
-def generate(model: Any, prompt: Sequence[int], n: int) -> Reference:
-    import torch
-
-    out = model.generate(
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
-        max_new_tokens=n,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = [logits[0].topk(2).values for logits in out.logits]
-    return Reference(out.sequences[0, len(prompt) :].tolist(), [float(pair[0] - pair[1]) for pair in best])
 
 
 def logits_of(chain: Chain) -> torch.Tensor:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from stage_chains import Chain, Reference, even_cuts, generate, prompt_of, stage_specs
+from references import Reference, generate
+from stage_chains import Chain, even_cuts, prompt_of, stage_specs
 from tiny_models import make_tiny
 
 from swarmnode.compute.engine import IDLE_WORKS

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from references import Reference, generate
 from safetensors.torch import load_file, save_file
-from stage_chains import GREEDY, Chain, Reference, even_cuts, generate, prompt_of, stage_specs
+from stage_chains import GREEDY, Chain, even_cuts, prompt_of, stage_specs
 from tiny_models import make_tokenizer, write_random
 
 from swarmnode.catalog.importing import import_model

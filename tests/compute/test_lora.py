@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from card_kernels import emulated_card, load_as_on_a_card
-from stage_chains import Chain, even_cuts, generate, logits_of, prompt_of
+from references import generate
+from stage_chains import Chain, even_cuts, logits_of, prompt_of
 from tiny_models import make_tiny
 
 from swarmnode.catalog.adapter_import import import_adapter
