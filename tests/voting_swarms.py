@@ -26,8 +26,14 @@ FIRST, SECOND, THIRD = VOTERS = ("coordinator", "attic", "cellar")
 class Voters:
     """A coordinator, and two peers that may follow it; each has an API port, and so have the `others`, who do not."""
 
-    def __init__(self, folder: Path, models_root: Path, others: tuple[str, ...] = ()) -> None:
-        self.swarm = start_swarm(folder, models_root, peers=0)
+    def __init__(
+        self,
+        folder: Path,
+        models_root: Path,
+        others: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.swarm = start_swarm(folder, models_root, peers=0, environment=environment)
         self.local = self.swarm.local
         try:
             self.local.start_peers(SECOND, THIRD, extra=("--voter", *WITH_API))
