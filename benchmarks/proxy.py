@@ -153,6 +153,8 @@ class DelayLoop:
             self._close(line)
 
     def _read(self, line: _Line) -> None:
+        if not line.reads:  # a socket that hung up is told of whatever it is watched for
+            return
         data = line.source.recv(READ_BYTES)
         line.queued_bytes += len(data)
         line.ended = not data

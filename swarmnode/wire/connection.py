@@ -224,7 +224,9 @@ class DirectChannel(Channel):
         """Whether nothing of what came is left for `receive`. No error of one channel's user gets to the reader."""
         self._decode(self._inbox.popleft())
         try:
-            while self._frames and self._frames[0].kind != "refuse" and take(self._frames[0]):
+            for frame in tuple(self._frames)[:BUNDLE_FRAMES]:
+                if frame.kind == "refuse" or not take(frame):
+                    break
                 self._frames.popleft()
         except Exception as error:
             self._thrown, self._take_at_once = error, None

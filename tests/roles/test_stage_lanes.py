@@ -214,10 +214,10 @@ async def test_the_head_hears_of_the_loss_once(knows: bool) -> None:
         stage._lane_broke(LinkBroken("cut"))
     stage.link(["127.0.0.1:9"], (LOAD.epoch[0], 1))
     stage.link(["127.0.0.1:9"], (LOAD.epoch[0], 2))
-    stage._route(Frame("broken", {"stage": 0, "message": "the echo"}))
+    stage._route_all([Frame("broken", {"stage": 0, "message": "the echo"})])
     assert [frame.kind for frame in stage._to_worker._waiting] == ["broken"]
     assert len([frame for frame in posted if frame.kind == "broken"]) == knows
-    stage._route(Frame("probed", {"ring": LOAD.ring, "ms": 1.0}))
+    stage._route_all([Frame("probed", {"ring": LOAD.ring, "ms": 1.0})])
     stage._lane_broke(LinkBroken("cut"))
     assert [frame.kind for frame in stage._to_worker._waiting] == ["broken", "broken"]
     stage.link(["127.0.0.1:9"], (LOAD.epoch[0], 1))

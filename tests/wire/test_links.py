@@ -114,10 +114,18 @@ async def test_frames_sent_together_are_all_sent_or_none(
         assert channel.counts.frames_out == 7
 
 
+@pytest.mark.parametrize("offered", [True, False])
 async def test_who_reads_many_frames_that_are_at_hand_lets_others_run(
-    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery, offered: bool
 ) -> None:
-    passes = 0
+    passes_at: list[int] = []
+    passes, last = 0, 200
+
+    def take(frame: Frame) -> bool:
+        if frame.header["session"] == last:
+            return False
+        passes_at.append(passes)
+        return True
 
     async def count() -> None:
         nonlocal passes
@@ -126,18 +134,20 @@ async def test_who_reads_many_frames_that_are_at_hand_lets_others_run(
             passes += 1
 
     async def send(kind: str, hello: Hello, channel: Channel) -> None:
-        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(200)))
+        await channel.receive()
+        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(last + 1)))
         await channel.receive()
 
     address = await start(nursery, transport, send, cellar)
     async with transport.dial(address, "steps", attic) as channel:
-        await channel.receive()
         nursery.start_soon(count)
-        await trio.lowlevel.checkpoint()
-        before = passes
-        for _ in range(199):
-            await channel.receive()
-        assert passes - before >= 199 // (2 * BUNDLE_FRAMES)
+        if offered:
+            channel.take_at_once(take)
+        await channel.send(Frame("end", {"session": 0}))
+        while take(await channel.receive()):
+            pass
+        assert len(passes_at) == last
+        assert all(passes_at.count(one) <= 2 * (BUNDLE_FRAMES + 1) for one in set(passes_at))
         channel.send_nowait(Frame("end", {"session": 0}))
 
 
