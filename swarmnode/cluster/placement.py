@@ -305,8 +305,8 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
     if shape.recorded_boundaries is None:
         if shape.shard_boundaries is None:
             raise LoadRefused(
-                "this model records no split, and its shards, which show where it was cut, are not on this machine: "
-                "load it where they are, or export it again with its boundaries"
+                "this model records no split, and its shards, which show where it was cut, are not whole on this "
+                "machine: load it where they are, or export it again with its boundaries"
             )
         return shape.shard_boundaries
     return balanced_boundaries(shape.layer_params, shape.embed_params, shape.head_params, stages)

@@ -73,7 +73,7 @@ def default_quantization(trained_with: Mapping[str, str | int] | None) -> tuple[
 
 def _meaning(meanings: Mapping[str, Mapping[str | int, str]], key: object, value: object) -> str | None:
     known = meanings.get(key, {}) if isinstance(key, str) else {}
-    return known.get(value) if type(value) in (str, int) else None  # type: ignore[call-overload,no-any-return]
+    return known.get(value) if type(value) in (str, int) else None  # type: ignore[call-overload]
 
 
 def merges_adapter(method: str, *, dora: bool) -> bool:

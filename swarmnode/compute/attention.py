@@ -28,8 +28,7 @@ _HARMLESS = frozenset(
 
 MODES = ("auto", "grouped", "sdpa")
 """SWARM_SERVE_ATTENTION. `grouped`: the query heads that share a KV head become its query rows, so no key is copied per
-head. `sdpa`: torch's own handling of grouped heads. `auto`: grouped wherever torch's own was slower when measured on a
-CPU (every decode step, and prompt pieces in bfloat16)."""
+head. `sdpa`: torch's own handling of grouped heads. `auto`: see `groups_pieces`; every decode step is grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,11 @@ def _attend_piece(query: torch.Tensor, views: SessionViews, settings: AttentionS
         keys, values = keys[:, :, -(window + n - 1) :], values[:, :, -(window + n - 1) :]
     length = keys.shape[2]
     windowed = window is not None and length > window
-    grouping = settings.explicit or _groups_pieces(query, keys, settings.mode)
-    if length == n and not windowed and not grouping:
+    masked = length != n or windowed
+    grouping = settings.explicit or (
+        query.shape[1] != keys.shape[1] and groups_pieces(settings.mode, query.dtype, query.device.type, masked=masked)
+    )
+    if not masked and not grouping:
         return _own_grouping(query, keys, values, settings.scaling, None, causal=True)
     mask = _mask(views.masks, n, length, window if windowed else None, query)
     if not grouping:
@@ -127,10 +129,19 @@ def _attend_piece(query: torch.Tensor, views: SessionViews, settings: AttentionS
     return out.reshape(query.shape)
 
 
-def _groups_pieces(query: torch.Tensor, keys: torch.Tensor, mode: str) -> bool:
-    if query.shape[1] == keys.shape[1] or mode == "sdpa":
-        return False
-    return mode == "grouped" or (query.dtype == torch.bfloat16 and query.device.type == "cpu")
+def groups_pieces(mode: str, dtype: torch.dtype, device: str, *, masked: bool) -> bool:
+    """Whether the query heads of a KV head become its rows in a prompt piece, too; `masked`: causality alone does not
+    say what it sees, for it continues or has a window.
+
+    By `auto` on a CPU where torch's own was slower when measured: in bfloat16. On a card where flash attention, which
+    groups by itself, cannot serve: it takes neither a mask nor float32, and what may serve instead copies keys and
+    values per head and holds all scores.
+    """
+    if mode != "auto":
+        return mode == "grouped"
+    if device == "cpu":
+        return dtype == torch.bfloat16
+    return masked or dtype == torch.float32
 
 
 def _own_grouping(

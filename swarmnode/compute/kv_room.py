@@ -63,7 +63,8 @@ def kv_cost(model: StageModel, probed: SessionCache, piece: int) -> KvCost:
         scores = piece * heads * _FLOAT_BYTES * (3 if capped else 1)
     else:  # the CPU kernel keeps no scores, but takes a mask, for each query head of a group where they are grouped
         scores = piece * size * (1 + heads // kv_heads)
-    repeated = 2 * heads * head_dim * size  # torch's own handling of grouped heads copies keys and values per head
+    grouped = model.device.type != "cpu" and model.attention_mode != "sdpa"
+    repeated = 0 if grouped else 2 * heads * head_dim * size  # torch's own way copies keys and values per head
     rows = piece * (4 * hidden + 3 * inner) * (size + _FLOAT_BYTES)
     logits = 2 * _GROUP_ROWS * int(config.vocab_size) * _FLOAT_BYTES if model.is_last else 0
     dequantized = 2 * hidden * inner * size

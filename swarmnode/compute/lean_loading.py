@@ -2,18 +2,20 @@
 
 Tensors are read straight into the fused matrices; transformers' own block gets views of them, so both exist at the
 cost of one. Then both run the same probe. Only a block that reproduced transformers' result is packed to fewer bits,
-and only then is its dense memory let go: a quantized load holds its slice and one dense block.
+and only then is its dense memory let go: a quantized load holds its slice and one dense block. A head that is packed is
+read some rows at a time, for it may be larger than any block.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from swarmnode.cluster.quantization import INT4_CARD
+from swarmnode.catalog.slices import layer_of
+from swarmnode.cluster.quantization import HEAD_BYTES_PER_PARAM
 from swarmnode.compute.attention import attention_mode
 from swarmnode.compute.few_rows import hasten_few_rows
 from swarmnode.compute.kv_cache import SessionCache, StepCache
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.lora import StageAdapter
     from swarmnode.compute.projections import Placed
     from swarmnode.compute.stage_model import StageModel
+    from swarmnode.compute.tensor_reader import StoredMatrix
 
     Tail = Callable[[torch.Tensor], torch.Tensor]
     """(batch, n, hidden) → logits of the last position."""
@@ -63,8 +66,17 @@ class LeanBuilder:
         self._fused: dict[int, FusedWeights] = {}
         self._kept: dict[int, dict[str, Q4Blocks]] = {}
         self._blocks: dict[int, LeanBlock] = {}
+        self.stored_head: StoredMatrix | None = None
+        """The head, where `packs_from_file` said so."""
         self.reason: str | None = None
         """Why transformers' own blocks serve; None while the lean ones do."""
+
+    def packs_from_file(self, name: str) -> bool:
+        """Whether this is a head of which nobody needs the full precision: it is then not to be read before."""
+        model = self._model
+        if not model.is_last or name != model.head_name or self._method not in HEAD_BYTES_PER_PARAM:
+            return False
+        return not (model.tied and model.is_first)
 
     def room(self, name: str) -> torch.Tensor | None:
         """Where to read a tensor; None where it stands alone."""
@@ -114,10 +126,31 @@ class LeanBuilder:
             self._give_up(str(error))
             return
         decoder = LeanDecoder([self._blocks[layer] for layer in layers], kinds, tables)
-        tail = _tail(model, self._method) if model.is_last else None
+        tail = self._tail() if model.is_last else None
         hasten_few_rows(projection for block in decoder.blocks for projection in block.projections)
         hasten_few_rows([tail.head] if isinstance(tail, LeanTail) else [])
         model.use_lean(decoder, tail)
+
+    def _tail(self) -> Tail:
+        """Norm and head if that is all the family does after its last block, else the family's own code."""
+        model, stored = self._model, self.stored_head
+        try:
+            norm = _proven_norm(model)
+        except (AttributeError, NotLean) as error:
+            _log.info("%s: its own norm and head serve the last stage: %s", model.name, error)
+            if stored is not None:
+                model.set_parameter(model.head_name, stored[:])
+            return lambda rows: _family_logits(model, rows)
+        weight, bias = model.outer.lm_head.weight, model.outer.lm_head.bias
+        if self._method not in HEAD_BYTES_PER_PARAM:
+            head = DenseProjection(weight, bias)
+            head.measure()
+            return LeanTail(norm, head)
+        # Packing needs of a weight its shape and its rows in turn, which the file gives as well.
+        tail = LeanTail(norm, packed(HEAD_METHOD, weight if stored is None else cast("torch.Tensor", stored), bias))
+        if stored is not None:
+            model.outer.lm_head.to("meta")
+        return tail
 
     def _complete(self, layer: int) -> None:
         model, fused = self._model, self._fused.pop(layer)
@@ -137,15 +170,9 @@ class LeanBuilder:
         if self._method != "none":
             raise LoadRefused(
                 f"architecture {self._model.name!r} cannot be served with {self._method}, whose kernels need "
-                f"Llama-shaped blocks: {reason}; load it without quantization"
+                f"Llama-shaped blocks: {reason}; load it with nf4 or bnb-int8, or without quantization"
             )
         self.reason = reason
-
-
-def layer_of(name: str) -> int | None:
-    """The layer in the whole model that a checkpoint name belongs to."""
-    parts = name.split(".")
-    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else None
 
 
 def _within_block(name: str) -> str:
@@ -207,32 +234,19 @@ def _rotary_table(model: StageModel, layer: int) -> RotaryTable:
     return RotaryTable(compute)
 
 
-def _tail(model: StageModel, method: str) -> Tail:
-    """Norm and head if that is all the family does after its last block, else the family's own code."""
-    outer = model.outer
-    rows, positions = _probe_rows(model, 2), torch.arange(2, device=model.device)[None]
+def _proven_norm(model: StageModel) -> Norm:
+    """The final norm, having given what the family gives its head; raises NotLean or AttributeError if it did not."""
+    norm, rows = Norm(model.base.norm), _probe_rows(model, 2)
+    entered, untouched = see_head(model.outer, rows, torch.arange(2, device=model.device)[None])
+    if not untouched:
+        raise NotLean("its forward changes the head's logits")
+    _compare(norm(rows[:, -1]), entered, torch.zeros(()), TOLERANCE[model.dtype], "the final norm")
+    return norm
 
-    def family(rows: torch.Tensor) -> torch.Tensor:
-        return family_logits(outer, rows[:, -1:], positions[:, :1].expand(rows.shape[0], 1))
 
-    try:
-        norm = Norm(model.base.norm)
-        entered, untouched = see_head(outer, rows, positions)
-        if not untouched:
-            raise NotLean("its forward changes the head's logits")
-        _compare(norm(rows[:, -1]), entered, torch.zeros(()), TOLERANCE[model.dtype], "the final norm")
-    except (AttributeError, NotLean) as error:
-        _log.info("%s: its own norm and head serve the last stage: %s", model.name, error)
-        return family
-    weight, bias = outer.lm_head.weight, outer.lm_head.bias
-    if method in ("none", INT4_CARD):
-        head = DenseProjection(weight, bias)
-        head.measure()
-        return LeanTail(norm, head)
-    tail = LeanTail(norm, packed(HEAD_METHOD, weight, bias))
-    if not (model.tied and model.is_first):
-        outer.lm_head.to("meta")
-    return tail
+def _family_logits(model: StageModel, rows: torch.Tensor) -> torch.Tensor:
+    start = torch.zeros((rows.shape[0], 1), dtype=torch.long, device=model.device)
+    return family_logits(model.outer, rows[:, -1:], start)
 
 
 def _probe_rows(model: StageModel, n: int) -> torch.Tensor:

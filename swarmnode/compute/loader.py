@@ -12,18 +12,19 @@ import torch
 
 from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.manifest import MAX_LAYERS
+from swarmnode.catalog.slices import layer_of
 from swarmnode.cluster.quantization import INT4_CARD, stored_as
 from swarmnode.compute.device import int4_obstacle, pick_device
 from swarmnode.compute.engine import TorchEngine
 from swarmnode.compute.freed_memory import return_freed_memory, returning_large_blocks
 from swarmnode.compute.gguf_blocks import Q4Blocks, check_blocks, find_blocks
-from swarmnode.compute.lean_loading import LeanBuilder, layer_of
+from swarmnode.compute.lean_loading import LeanBuilder
 from swarmnode.compute.lora import find_adapter
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.compute.stored_tensors import Part, find_tensors, parts_of
-from swarmnode.compute.tensor_reader import TensorReader
+from swarmnode.compute.tensor_reader import StoredMatrix, TensorReader
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ def _load(spec: StageSpec, progress: Progress | None) -> TorchEngine:
     lean = LeanBuilder(model, model.parameters(), kernels, adapter) if wants_lean else None
     merge = None if adapter is None else adapter.merge
     blocks = find_blocks(stored) if reads_blocks(spec.quantization, adapted=adapter is not None) else {}
-    _fill(model, stored, blocks, TensorReader(model.dtype, model.device, progress, merge), lean)
+    reader = TensorReader(model.dtype, model.device, progress, merge)
+    _fill(model, stored, blocks, reader, lean)
     if lean is not None:
         lean.finish()
+        reader.report()
     elif adapter is not None:
         adapter.attach(model)
     model.finish()
@@ -76,7 +79,7 @@ def _check_kernels(kernels: str, device: torch.device) -> None:
     if kernels in PACKED_METHODS:
         raise LoadRefused(
             f"quantization {kernels!r} packs weights for the CPU's kernels, this stage is on {device}; "
-            "use --device cpu there, or load without quantization"
+            "use --device cpu there, or load with nf4 or bnb-int8, or without quantization"
         )
     if kernels == INT4_CARD and (obstacle := int4_obstacle(device)):
         raise LoadRefused(f"{INT4_CARD} cannot be served: {obstacle}; load with nf4, or without quantization")
@@ -107,10 +110,13 @@ def _fill(
         chosen[name] = (Part(blocks[name][0]),)
     reader.total = sum(part.stored.entry.size_bytes for parts in chosen.values() for part in parts)
     last_layer = None
-    for name, parts in sorted(chosen.items(), key=_reading_order):
+    for name, parts in sorted(chosen.items(), key=lambda item: _reading_order(*item, is_first=model.is_first)):
         if model.quantized and layer_of(name) != last_layer:
             return_freed_memory()  # else the dense block that was quantized last stays beside the next one
             last_layer = layer_of(name)
+        if lean is not None and lean.packs_from_file(name):
+            lean.stored_head = StoredMatrix(reader, parts[0].stored)
+            continue
         room = lean.room(name) if lean is not None else None
         if lean is not None and name in blocks:
             _fill_from_blocks(model, name, Q4Blocks(reader.read_bytes(parts[0].stored), blocks[name][1]), lean, room)
@@ -131,13 +137,13 @@ def _fill_from_blocks(
     lean.loaded(name, blocks)
 
 
-def _reading_order(item: tuple[str, tuple[Part, ...]]) -> tuple[int, str, int]:
+def _reading_order(name: str, parts: tuple[Part, ...], *, is_first: bool) -> tuple[int, str, int]:
     """Layer by layer, so that a block is complete before the next begins; within it as the bytes lie in the files. A
-    head, which may be the largest of all, comes when the blocks are quantized."""
-    name, parts = item
+    head, which may be the largest of all, comes when the blocks are quantized; on a later stage an embedding's table is
+    one."""
     layer = layer_of(name)
     if layer is None:
-        layer = -1 if "embed_tokens" in name else MAX_LAYERS
+        layer = -1 if "embed_tokens" in name and is_first else MAX_LAYERS
     return (layer, str(parts[0].stored.path), parts[0].stored.entry.begin)
 
 

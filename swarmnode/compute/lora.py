@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from swarmnode.catalog.adapter import MAGNITUDE, A, B, read_scales
+from swarmnode.cluster.quantization import merges_adapter
 from swarmnode.compute.lean_block import rows_of
 from swarmnode.compute.spec import BNB_METHODS
 from swarmnode.compute.stored_tensors import Part
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from swarmnode.compute.stored_tensors import Stored
 
 MODES = ("lean", "lean16", "peft")
-_MERGED = ("none", "int4-fast")
-"""int4-fast: Q2's kernels take no adapter beside them, and so they are packed from merged weights everywhere. DoRA is
-merged before eight bits, too: PEFT 0.21 does not run it over those of bitsandbytes 0.50, which lose their scales."""
 _MISSING = (
     "peft is not installed on this peer, which DoRA over NF4 and SWARM_SERVE_LORA=peft need; install it there, name "
     "other peers, or load without quantization"
@@ -83,7 +81,12 @@ class StageAdapter:
         self._modules, self._stored = modules, stored
         self._reader = TensorReader(torch.float32, device)
         self._dora = any(module.dora for module in modules.values())
-        self.merges = quantization in _MERGED or (self._dora and quantization != "nf4")
+        self.merges = merges_adapter(quantization, dora=self._dora)
+        if mode == "peft" and not self.merges and quantization not in BNB_METHODS:
+            raise LoadRefused(
+                f"SWARM_SERVE_LORA=peft: PEFT runs over {' and '.join(BNB_METHODS)} weights, not {quantization}; load "
+                "with one of those, or set lean or lean16 on this peer"
+            )
         self._by_peft = quantization in BNB_METHODS and (mode == "peft" or self._dora)
         self._half = mode == "lean16"
 

@@ -88,7 +88,7 @@ class StageModel:
         """Some layers keep a recurrent state, known after `finish`."""
         self.lean: LeanDecoder | None = None
         self._lean_tail: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._mode = attention_mode()
+        self.attention_mode = attention_mode()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to fill, by their names in the checkpoint; a tied head appears under the embeddings' name."""
@@ -105,6 +105,11 @@ class StageModel:
     @property
     def embedding_name(self) -> str:
         return "model.embed_tokens.weight"
+
+    @property
+    def head_name(self) -> str:
+        """The name under which `parameters` lists the last stage's head."""
+        return self.embedding_name if self.tied else "lm_head.weight"
 
     def set_parameter(self, name: str, value: torch.Tensor) -> None:
         """Put a loaded tensor in place of the meta parameter of this checkpoint name, quantized where that one is."""
@@ -175,7 +180,7 @@ class StageModel:
         caches: Sequence[SessionCache],
         **more: Any,
     ) -> Any:
-        step = (HybridStepCache if self.recurrent else StepCache)(caches, self.first_layer, self._mode)
+        step = (HybridStepCache if self.recurrent else StepCache)(caches, self.first_layer, self.attention_mode)
         if self._entry is not None:
             self._entry.arrived = rows
         out = model(inputs_embeds=rows, position_ids=positions, cache=step, use_cache=True, **more)

@@ -88,10 +88,10 @@ def check_supported(config: Mapping[str, Any]) -> None:
 
 
 def quantization_obstacles(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, str]:
-    """By method, why it cannot quantize the blocks of this config, whose checkpoint has `tensors`. What neither says
-    (what a block does with its parts) is found at the load."""
+    """By method, why it cannot quantize the blocks of this config, whose checkpoint has `tensors`, if those are known.
+    What neither says (what a block does with its parts) is found at the load."""
     experts = next((key for key in _EXPERT_COUNTS if config.get(key)), None)
-    missing = sorted(part for part in _LLAMA_PARTS if not any(f".{part}." in name for name in tensors))
+    missing = [part for part in _LLAMA_PARTS if tensors and not any(f".{part}." in name for name in tensors)]
     other = f"it has experts ({experts})" if experts is not None else ""
     other = other or ("it has layers of linear attention" if recurrent_layers(config) else "")
     other = other or (f"it has no {missing[0]}" if missing else "")

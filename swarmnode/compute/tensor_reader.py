@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
 
 from swarmnode.compute.activation import bytes_of
+from swarmnode.compute.stored_tensors import Part
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from swarmnode.compute.stored_tensors import Part, Stored
+    from swarmnode.compute.stored_tensors import Stored
 
     Progress = Callable[[str, int, int], None]
     """Called with "weights", bytes read so far and bytes in all."""
@@ -33,16 +35,24 @@ class TensorReader:
         self, dtype: torch.dtype, device: torch.device, progress: Progress | None = None, merge: Merge | None = None
     ) -> None:
         self.total = 0
-        self._dtype, self._device, self._merge = dtype, device, merge
+        self._dtype, self.device, self._merge = dtype, device, merge
         self._progress, self._done, self._reported_s = progress, 0, 0.0
         self._staging = memoryview(bytearray())
 
     def read(self, parts: tuple[Part, ...], shape: tuple[int, ...], room: torch.Tensor | None = None) -> torch.Tensor:
         """One parameter from its parts, into `room` if given; a file that ends early raises LoadFailed."""
-        whole = torch.empty(shape, dtype=self._dtype, device=self._device) if room is None else room
+        whole = torch.empty(shape, dtype=self._dtype, device=self.device) if room is None else room
         for part in parts:
             self._read_part(part.stored, part.place(whole))
         return whole
+
+    def read_rows(self, source: Stored, begin: int, end: int) -> torch.Tensor:
+        """Rows begin … end-1 of a matrix that is stored whole; raises as `read` does."""
+        entry = source.entry
+        row_bytes, shape = entry.size_bytes // entry.shape[0], (end - begin, *entry.shape[1:])
+        there = entry.begin + begin * row_bytes
+        rows = replace(entry, shape=shape, begin=there, end=there + (end - begin) * row_bytes)
+        return self.read((Part(replace(source, entry=rows)),), shape)
 
     def read_bytes(self, source: Stored) -> torch.Tensor:
         """A uint8 tensor as it is stored; raises as `read` does."""
@@ -54,7 +64,7 @@ class TensorReader:
     def _read_part(self, source: Stored, target: torch.Tensor) -> None:
         stored = _TORCH_DTYPES[source.entry.dtype]
         with _opened(source) as file:
-            if stored == self._dtype and self._device.type == "cpu":
+            if stored == self._dtype and self.device.type == "cpu":
                 self._read_into(file, bytes_of(target), source.name)
             else:
                 self._convert(file, target.view(-1), stored, source.name)
@@ -89,6 +99,18 @@ class TensorReader:
         if now_s - self._reported_s >= 0.1:
             self._reported_s = now_s
             self.report()
+
+
+class StoredMatrix:
+    """A matrix in a file, for code that takes a weight some of its rows at a time: only those are ever in memory."""
+
+    def __init__(self, reader: TensorReader, source: Stored) -> None:
+        self.shape, self.device = torch.Size(source.entry.shape), reader.device
+        self._reader, self._source = reader, source
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        begin, end, _ = rows.indices(self.shape[0])
+        return self._reader.read_rows(self._source, begin, end)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -104,15 +105,17 @@ def examine(registry: Registry, manifest: Manifest) -> Known:
     if manifest.boundaries is not None:
         return Known(obstacles=told)
     shards = [_tensors(registry, manifest, shard) for shard in range(manifest.num_stages)]
-    return Known(obstacles=told, shard_boundaries=cut_of_shards(manifest, shards))
+    return Known(obstacles=told, shard_boundaries=cut_of_shards(manifest, shards) if all(shards) else None)
 
 
 def _tensors(registry: Registry, manifest: Manifest, shard: int) -> Collection[str]:
-    """The names in a shard of the model itself; an adapter's may be in every shard."""
+    """The names in a shard of the model itself, for an adapter's may be in every shard; none where it is damaged here,
+    which is no reason not to load: peers may have it whole."""
     found: set[str] = set()
-    for file in manifest.shard_files(shard):
-        if file.path.endswith(".safetensors") and not file.path.endswith(f"/{ADAPTER_FILE}"):
-            found |= read_header(registry.file_path(manifest.id, file)).keys()
+    with suppress(InvalidModel):
+        for file in manifest.shard_files(shard):
+            if file.path.endswith(".safetensors") and not file.path.endswith(f"/{ADAPTER_FILE}"):
+                found |= read_header(registry.file_path(manifest.id, file)).keys()
     return found
 
 

@@ -100,7 +100,7 @@ def test_a_model_without_a_recorded_split_serves_only_as_exported() -> None:
     shape = replace(SHAPE, recorded_boundaries=None, shard_boundaries=(3,))
     assert "only over the 2 stages it was exported with, not 3" in refusal(shape, replace(ASK, num_stages=3))
     assert [stage.first_layer for stage in plan_load(shape, ASK, PEERS).stages] == [0, 3], "as its shards are cut"
-    assert "shards, which show where it was cut, are not on this machine" in refusal(
+    assert "shards, which show where it was cut, are not whole on this machine" in refusal(
         replace(shape, shard_boundaries=None)
     )
 

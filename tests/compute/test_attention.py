@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from swarmnode.compute.attention import MODES, attention_mode, session_attention
+from swarmnode.compute import attention
+from swarmnode.compute.attention import MODES, attention_mode, groups_pieces, session_attention
 from swarmnode.compute.kv_cache import SessionViews
 from swarmnode.config import read_settings
 from swarmnode.errors import InvalidRequest, LoadRefused, StageFailed
@@ -51,6 +55,46 @@ def test_pieces_and_rows(heads: int, kv_heads: int, window: int | None, softcap:
         for i in range(len(lengths)):
             expected = slow(query[i], keys[i][0], values[i][0], window, softcap)
             torch.testing.assert_close(out[i].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "device", "masked", "grouped"),
+    [
+        ("auto", torch.float32, "cpu", True, False),
+        ("auto", torch.bfloat16, "cpu", False, True),
+        ("auto", torch.float32, "cuda", True, True),
+        ("auto", torch.float32, "cuda", False, True),
+        ("auto", torch.bfloat16, "cuda", True, True),
+        ("auto", torch.bfloat16, "cuda", False, False),
+        ("grouped", torch.float32, "cpu", False, True),
+        ("sdpa", torch.bfloat16, "cuda", True, False),
+    ],
+)
+def test_t3_where_pieces_are_grouped(mode: str, dtype: torch.dtype, device: str, masked: bool, grouped: bool) -> None:
+    assert groups_pieces(mode, dtype, device, masked=masked) == grouped
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("length", [12, 40], ids=["first piece", "continued"])
+def test_t3_the_way_that_was_chosen_is_taken(length: int, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped, the kernel sees as many heads as there are keys and values, and is not asked to copy those."""
+    seen: list[tuple[int, bool]] = []
+
+    def kernel(query: torch.Tensor, *args: torch.Tensor, enable_gqa: bool = False, **more: Any) -> torch.Tensor:
+        seen.append((query.shape[1], enable_gqa))
+        return scaled_dot_product_attention(query, *args, enable_gqa=enable_gqa, **more)
+
+    def choose(mode: str, dtype: torch.dtype, device: str, *, masked: bool) -> bool:
+        assert (mode, dtype, device, masked) == ("auto", torch.float32, "cpu", length != 12)
+        return grouped
+
+    monkeypatch.setattr(attention, "groups_pieces", choose)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(1, heads, n, HEAD_DIM) for heads, n in ((6, 12), (2, length), (2, length)))
+    out, _ = session_attention(MODULE, query, *[SessionViews([keys], [values], {}, "auto")] * 2, None, scaling=0.3)
+    assert seen == [(2, False)] if grouped else [(6, True)]
+    torch.testing.assert_close(out[0].double(), slow(query[0], keys[0], values[0], None, None), atol=1e-5, rtol=1e-4)
 
 
 def test_the_settings_take_the_modes_there_are() -> None:

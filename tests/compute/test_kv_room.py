@@ -72,6 +72,17 @@ def test_never_more_than_planned_and_never_less_than_one_conversation() -> None:
         admitted_tokens(8192, 4096, KvRoom(4095, "the numbers"))
 
 
+def test_a_card_is_asked_what_the_driver_and_torch_have_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda:1")
+    counts = {"mem_get_info": (4 * GIB, 8 * GIB), "memory_reserved": 3 * GIB, "memory_allocated": 2 * GIB}
+    for name, count in counts.items():
+        monkeypatch.setattr(torch.cuda, name, {card: count}.__getitem__)
+    cost = KvCost(token=100_000, scores=20_000, session=0, workspace=5 * GIB)
+    room = kv_room(cost, card, memory_bytes=1, load=Load(8, 4096))
+    assert room == card_room(cost, 5 * GIB), "whatever is offered of the CPU's memory"
+    assert "the card has 5,120 MiB free" in room.why
+
+
 def test_costs_are_those_of_the_slice(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     checkpoint = make_tiny(tmp_path / "model", "llama", num_layers=4)

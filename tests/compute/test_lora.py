@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from card_kernels import emulated_card, load_as_on_a_card
 from references import generate
+from safetensors.torch import load_file, save_file
 from stage_chains import Chain, even_cuts, logits_of, prompt_of
 from tiny_models import make_tiny
 
@@ -19,6 +21,7 @@ from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.planning import stage_files
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.lora import LoraLinear
+from swarmnode.compute.projections import packed
 from swarmnode.compute.spec import StageSpec
 from swarmnode.errors import LoadRefused
 
@@ -55,14 +58,14 @@ class Tuned:
     manifest: Manifest
     dora: bool
 
-    def engines(self, stages: int, quantization: str = "none", dtype: str = "float32") -> Chain:
+    def engines(self, stages: int, quantization: str = "none", dtype: str = "float32", device: str = "auto") -> Chain:
         folder, engines = self.root / self.manifest.id, []
         for stage, (begin, end) in enumerate(pairwise(even_cuts(LAYERS, stages))):
             files = stage_files(self.manifest, begin, end, stages, stage)
             paths = tuple(folder / file.path for file in files if file.path.endswith(".safetensors"))
             ends = (begin == 0, end == LAYERS)
             spec = StageSpec(folder, paths, begin, end, LAYERS, *ends, quantization=quantization, dtype=dtype)
-            engines.append(load_stage(spec))
+            engines.append(load_stage(replace(spec, device=device)))
         return Chain(engines)
 
     def peft(self, **how: Any) -> Any:
@@ -142,7 +145,7 @@ def test_q3_kept_beside_bitsandbytes_weights_it_is_pefts_model(
 
     monkeypatch.setenv("SWARM_SERVE_LORA", mode)
     if method == "bnb-int8" and tuned.dora:
-        pytest.skip("PEFT itself fails there; see test_q3_eight_bits_with_an_adapter")
+        pytest.skip("PEFT itself fails there; see test_q3_eight_bits_of_dora_are_those_of_the_merged_weights")
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     make: Any = BitsAndBytesConfig
     config = make(**four) if method == "nf4" else make(load_in_8bit=True)
@@ -174,19 +177,58 @@ def test_q3_lean_keeps_its_matrices_in_float32_and_lean16_in_the_serving_dtype(
     assert {low.a.dtype for low in kept} == {low.b.dtype for low in kept} == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("mode", "method"), [("lean", "int8"), ("lean16", "int8"), ("peft", "int8"), ("lean", "bnb-int8")]
-)
-def test_q3_eight_bits_with_an_adapter(mode: str, method: str, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are near enough to full precision that a missing, doubled or misplaced adapter stands out (bitsandbytes
-    rounds the rows, too). DoRA is merged before, which PEFT cannot show over bitsandbytes."""
+def with_eight_bits(base: Path, target: Path) -> Path:
+    """A base in full precision whose matrices say what they say once they are packed."""
+    shutil.copytree(base, target)
+    tensors = load_file(base / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith("proj.weight") or name == "lm_head.weight":
+            tensors[name] = packed("int8", weight, None).unpack(0, weight.shape[0]).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("mode", ["lean", "lean16"])
+@pytest.mark.parametrize("kind", ["plain", "patterns"])
+def test_q3_beside_packed_eight_bits_it_is_pefts_model_over_what_those_say(
+    mode: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left is that the kernel takes its rows in bfloat16."""
     monkeypatch.setenv("SWARM_SERVE_LORA", mode)
-    exact = logits_of(tuned.engines(1))
-    found = logits_of(tuned.engines(1, method))
-    tolerance = 0.06 if method == "int8" else 0.1
-    assert (found - exact).abs().max() < tolerance * exact.abs().max()
+    tuned = tune(tmp_path, kind)
+    reference = replace(tuned, base=with_eight_bits(tuned.base, tmp_path / "rounded")).peft()
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt_of(30)])).logits[:, -1]
+        bare = reference.unload()(torch.tensor([prompt_of(30)])).logits[:, -1]
+    found = logits_of(tuned.engines(1, "int8"))
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert float((bare - expected).norm() / expected.norm()) > 0.2, "the adapter would not be missed"
     prompt = prompt_of(25)
-    assert tuned.engines(3, method).reply(0, prompt, 6, 32) == tuned.engines(1, method).reply(0, prompt, 6, 32)
+    assert tuned.engines(3, "int8").reply(0, prompt, 6, 32) == tuned.engines(1, "int8").reply(0, prompt, 6, 32)
+
+
+def merged(tuned: Tuned, root: Path) -> Tuned:
+    """PEFT's own merge, saved and imported as a model of its own."""
+    tuned.peft().merge_and_unload().save_pretrained(root / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / "merged" / name).write_bytes((tuned.base / name).read_bytes())
+    manifest = import_model(str(root / "merged"), root / "models", stages=2)
+    return replace(tuned, root=root / "models", manifest=manifest)
+
+
+@pytest.mark.parametrize("method", ["int8", "bnb-int8"])
+def test_q3_eight_bits_of_dora_are_those_of_the_merged_weights(method: str, tmp_path: Path) -> None:
+    """PEFT cannot show it over bitsandbytes."""
+    tuned = tune(tmp_path, "dora")
+    expected, found = (logits_of(each.engines(1, method)) for each in (merged(tuned, tmp_path / "whole"), tuned))
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_q3_peft_has_no_modules_over_packed_weights(plain: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_SERVE_LORA", "peft")
+    with pytest.raises(LoadRefused, match="SWARM_SERVE_LORA=peft: PEFT runs over nf4 and bnb-int8 weights, not int8"):
+        plain.engines(1, "int8")
+    assert len(plain.engines(1, "int4-fast").reply(0, prompt_of(9), 2, 32)) == 2, "merged, whatever the mode"
 
 
 @pytest.mark.parametrize("card", [False, True], ids=["cpu", "card"])
@@ -196,12 +238,7 @@ def test_q3_four_packed_bits_are_those_of_the_merged_weights(
     """Q2: on a card, too, whose kernels take no adapter."""
     if card:
         load_as_on_a_card(monkeypatch)
-    merged = plain.peft().merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "merged" / name).write_bytes((plain.base / name).read_bytes())
-    manifest = import_model(str(tmp_path / "merged"), tmp_path / "models", stages=2)
-    whole = replace(plain, root=tmp_path / "models", manifest=manifest)
+    whole = merged(plain, tmp_path)
     with emulated_card(monkeypatch):
         expected, found = logits_of(whole.engines(1, "int4-fast")), logits_of(plain.engines(1, "int4-fast"))
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()

@@ -45,15 +45,22 @@ def chain(checkpoint: Path, target: Path, stages: int, device: str, **settings: 
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_float32_gives_the_tokens_of_the_cpu(model_type: str, device: str, tmp_path: Path) -> None:
-    from stage_chains import prompt_of
+def test_float32_gives_the_tokens_of_one_process_on_the_cpu(model_type: str, device: str, tmp_path: Path) -> None:
+    """But where the two best of those are a rounding apart."""
+    import torch
+    from stage_chains import Parity, generate, prompt_of
+    from transformers import AutoModelForCausalLM
 
-    checkpoint = write(tmp_path / "model", model_type)
-    here, there = chain(checkpoint, tmp_path / "a", 2, "cpu"), chain(checkpoint, tmp_path / "b", 2, device)
-    assert {engine.model.device.type for engine in there.engines} == {device}
+    checkpoint, parity = write(tmp_path / "model", model_type), Parity()
+    auto: Any = AutoModelForCausalLM
+    reference = auto.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    stages = chain(checkpoint, tmp_path / "s", 2, device)
+    assert {engine.model.device.type for engine in stages.engines} == {device}
     for session, length in ((0, 60), (1, 9)):
-        expected = here.reply(session, prompt_of(length, session), 10, 32)
-        assert there.reply(session, prompt_of(length, session), 10, 32) == expected
+        prompt = prompt_of(length, session)
+        parity.check(stages.reply(session, prompt, 10, 32), generate(reference, prompt, 10))
+    assert parity.tokens == 20
+    assert parity.excused < 2
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -85,6 +92,29 @@ def test_the_cpus_packed_kernels_are_refused_on_a_card(device: str, tmp_path: Pa
         pytest.skip("there is no card")
     with pytest.raises(LoadRefused, match="packs weights for the CPU's kernels"):
         chain(write(tmp_path / "model", "llama"), tmp_path / "s", 1, device, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_t3_a_continued_piece_copies_no_key_per_head_and_holds_no_scores(dtype: str, device: str) -> None:
+    import torch
+
+    from swarmnode.compute.attention import session_attention
+    from swarmnode.compute.kv_cache import SessionViews
+
+    if device == "cpu":
+        pytest.skip("a card's own count is needed")
+    heads, kv_heads, width, n, length = 32, 4, 128, 256, 8192
+    made = {"dtype": getattr(torch, dtype), "device": device}
+    query, keys, values = (torch.randn(1, h, m, width, **made) for h, m in ((heads, n), *[(kv_heads, length)] * 2))
+    views = SessionViews([keys], [values], {}, "auto")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    session_attention(torch.nn.Module(), query, views, views, None)
+    taken = torch.cuda.max_memory_allocated() - before
+    masks = (1 + heads // kv_heads) * n * length * query.element_size()
+    copied = 2 * (heads - kv_heads) * length * width * query.element_size()
+    assert taken < 1.2 * masks + 8 * query.nbytes
+    assert 1.2 * masks + 8 * query.nbytes < copied < heads * n * length * 4, "the bound tells the ways apart"
 
 
 def test_an_ended_session_gives_its_memory_back(device: str, tmp_path: Path) -> None:

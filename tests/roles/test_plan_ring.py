@@ -18,7 +18,7 @@ from swarmnode.config import Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.plan_report import plan_report
-from swarmnode.roles.planning import Known, PlannedRing, examine, plan_ring
+from swarmnode.roles.planning import NOTHING_KNOWN, Known, PlannedRing, examine, plan_ring
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -283,8 +283,11 @@ def test_m4_a_model_that_records_no_split_is_cut_where_its_shards_are(tmp_path: 
     own = [[file.path for file in spec.files if file.path.startswith("shards")] for spec in planned.specs]
     names = ("model", "adapter")
     assert own == [[f"shards/stage-{stage}/{name}.safetensors" for name in names] for stage in (0, 1)]
-    with pytest.raises(LoadRefused, match="not on this machine"):
-        plan(LoadOptions(), settings, unrecorded)
+    (tmp_path / manifest.id / own[1][0]).write_bytes(b"")
+    damaged = examine(Registry(tmp_path), manifest)
+    assert damaged == NOTHING_KNOWN, "peers may have it whole"
+    with pytest.raises(LoadRefused, match="not whole on this machine"):
+        plan_ring(manifest, LoadOptions(), PEERS, settings, RingId("r1"), 3, damaged)
 
 
 def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(settings: Settings) -> None:
