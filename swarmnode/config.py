@@ -101,8 +101,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "SWARM_SERVE_MAX_IN_FLIGHT",
         "in flight + 8",
-        "peer",
-        "requests stage 0 holds at once, served or waiting their turn; beyond it 503",
+        "coordinator",
+        "requests a ring's stage 0 holds at once, served or waiting their turn; beyond it 503",
         _at_least(1),
     ),
     Variable(

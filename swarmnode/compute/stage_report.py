@@ -16,6 +16,7 @@ from swarmnode.compute.step_costs import (
     cache_path,
     cached_costs,
     costs_as_map,
+    is_complete,
     keep_costs,
     measure,
 )
@@ -91,7 +92,8 @@ def _costs(spec: WorkerSpec, engine: TorchEngine, load_s: float) -> StageCosts:
         model = engine.model
         about = Slice(model.is_first, str(model.dtype).removeprefix("torch."), model.hidden_size, piece_tokens(spec))
         costs = measure(engine, about, allowance_s(load_s))
-        keep_costs(path, key, costs)
+        if is_complete(costs, about.longest_piece):  # else the next load may find more time
+            keep_costs(path, key, costs)
     if spec.step_costs:
         for name, table in costs_as_map(costs).items():
             _log(spec, f"{name}: " + ", ".join(f"{size}: {ms:.2f}" for size, ms in table.items()))
@@ -111,6 +113,7 @@ def _cost_key(spec: WorkerSpec, engine: TorchEngine) -> dict[str, str | int]:
         "device": card,
         "dtype": str(model.dtype),
         "quantization": spec.quantization,
+        "longest_piece": piece_tokens(spec),
         "threads": torch.get_num_threads(),
         "lean": int(model.lean is not None),
         "version": f"{__version__}+torch{torch.__version__}",

@@ -64,6 +64,16 @@ def measure(
         bench.clear()
 
 
+def is_complete(costs: StageCosts, longest_piece: int) -> bool:
+    """Whether all sizes were measured, and not those alone that there was time for."""
+    return set(costs.group_ms) == set(MEASURED_ROWS) and set(costs.piece_ms) == set(_piece_sizes(longest_piece))
+
+
+def _piece_sizes(longest_piece: int) -> list[int]:
+    longest = longest_piece or MEASURED_POSITIONS[-1]
+    return sorted({min(n, longest) for n in MEASURED_POSITIONS})
+
+
 class _Bench:
     """Throwaway sessions of one engine. Their ids are negative, so they are no head's."""
 
@@ -88,8 +98,7 @@ class _Bench:
 
     def pieces(self) -> dict[int, float]:
         found: dict[int, float] = {}
-        longest = self._about.longest_piece or MEASURED_POSITIONS[-1]
-        for n in sorted({min(n, longest) for n in MEASURED_POSITIONS}):
+        for n in _piece_sizes(self._about.longest_piece):
             smaller = list(found.items())[-1:]
             expected_ms = smaller[0][1] * n / smaller[0][0] if smaller else n * self._row_ms
             if not self._fits(expected_ms):

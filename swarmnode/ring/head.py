@@ -311,9 +311,10 @@ class Head:
 
     def _tokens(self, answer: Tokens, now: float) -> None:
         rows = [(row, self._sessions.alive(row.session, row.gen)) for row in answer.rows]
-        sent_s = [session.step_started_s for _, session in rows if session is not None and session.in_flight]
-        if sent_s:
-            wall_ms = (now - max(sent_s)) * 1e3
+        sent = [session for _, session in rows if session is not None and session.in_flight]
+        # what a group of all rows cost stage 0 says nothing of the fewer that came through
+        if sent and len(rows) == sent[0].group_rows:
+            wall_ms = (now - sent[0].step_started_s) * 1e3
             self.costs.observe_group(len(rows), answer.compute_ms, wall_ms - answer.queue_ms)
         for (row, session), token in zip(rows, answer.tokens, strict=True):
             if session is None or row.pos != session.length or not session.in_flight:

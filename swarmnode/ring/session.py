@@ -90,6 +90,8 @@ class Session:
     """Its next position has no room yet: it does not step."""
     group: int = 0
     """Names the group its last step went round with."""
+    group_rows: int = 0
+    """How many sessions that group had when it was begun."""
     delayed: bool = False
     """Its next step has waited for a prompt piece at stage 0."""
     last_token: int | None = None
@@ -182,12 +184,12 @@ class Session:
             start=self.start if is_first else None,
         )
 
-    def take_step(self, group: int, now: float) -> DecodeRow:
-        """Its next position as a row of group `group`; from now on it is under way."""
+    def take_step(self, group: int, rows: int, now: float) -> DecodeRow:
+        """Its next position as one of the `rows` of group `group`; from now on it is under way."""
         row = DecodeRow(self.id, self.length, self.last_token)
         self.last_token = None
         self.delayed = False
-        self.group = group
+        self.group, self.group_rows = group, rows
         self.step_started_s = self.progress_s = now
         return row
 

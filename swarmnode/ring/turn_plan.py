@@ -88,4 +88,4 @@ class TurnPlan:
         rest = chosen.ready - len(ready)
         self.round_ms = self._costs.round_ms([len(ready), *chosen.groups_in_flight, *([rest] if rest else [])])
         self.turns.step_begins([session.id for session in ready])
-        return GroupWork(tuple(session.take_step(self._next_group_id, now) for session in ready))
+        return GroupWork(tuple(session.take_step(self._next_group_id, len(ready), now) for session in ready))

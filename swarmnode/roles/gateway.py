@@ -397,7 +397,7 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
         "notice": ring.notice,
         "started": ring.started_unix,
         "context_tokens": ring.context_tokens,
-        "max_in_flight": ring.plan.max_in_flight,
+        "max_in_flight": ring.specs[0].max_in_flight,
         "requests": len(ring.requests),
         **{name: head.get(name, 0) for name in HEAD_GAUGES},
         "kv_tokens": ring.kv_tokens,

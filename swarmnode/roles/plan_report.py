@@ -20,7 +20,7 @@ def plan_report(planned: PlannedRing) -> dict[str, Any]:
         "notice": planned.notice,
         "context_tokens": plan.context_tokens,
         "kv_tokens": plan.kv_tokens,
-        "max_in_flight": plan.max_in_flight,
+        "max_in_flight": planned.specs[0].max_in_flight,
         "predicted": _pace(plan),
         "left_out": left_out_report(plan),
         "stages": [_stage(index, stage, plan.kv_tokens) for index, stage in enumerate(plan.stages)],

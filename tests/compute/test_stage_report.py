@@ -64,13 +64,15 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_every_stage_is_measured_once_and_a_reload_finds_it(
     engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(stage_report, "allowance_s", lambda load_s: 60.0)  # however slow this machine is just now
     measured = counting(monkeypatch)
     first = [report(engine, spec_of(stage, tmp_path)) for stage, engine in enumerate(engines)]
     assert len(measured) == len(list(tmp_path.glob("step-costs-*.json"))) == 2
     for said in first:
         assert (said.kv_tokens, said.kv_tokens_planned, said.device, said.threads) == (5000, 5000, "cpu", 1)
         assert said.costs is not None
-        assert {1, 2} <= set(said.costs.group_ms) <= {1, 2, 4, 8}
+        assert set(said.costs.group_ms) == {1, 2, 4, 8}
+        assert set(said.costs.piece_ms) == {32, 256}
     again = [report(engine, spec_of(stage, tmp_path)) for stage, engine in enumerate(engines)]
     assert len(measured) == 2
     for old, new in zip(first, again, strict=True):
@@ -85,6 +87,29 @@ def test_every_stage_is_measured_once_and_a_reload_finds_it(
     report(engines[0], spec_of(0, tmp_path, step_costs=True))
     assert len(measured) == 4
     assert "[stage0] group_ms: 1: " in capfd.readouterr().err
+
+
+def test_a_measurement_that_was_cut_off_is_not_kept(
+    engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_report, "allowance_s", lambda load_s: 0.0)
+    measured = counting(monkeypatch)
+    cut_off = report(engines[0], spec_of(0, tmp_path)).costs
+    assert cut_off is not None
+    assert set(cut_off.group_ms) == {1}
+    monkeypatch.setattr(stage_report, "allowance_s", lambda load_s: 60.0)
+    whole = report(engines[0], spec_of(0, tmp_path)).costs
+    assert whole is not None
+    assert set(whole.group_ms) == {1, 2, 4, 8}
+    assert len(measured) == 2
+
+
+def test_costs_of_shorter_pieces_are_not_taken_for_those_of_longer_ones(
+    engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_report, "allowance_s", lambda load_s: 60.0)
+    sizes = [report(engines[0], spec_of(0, tmp_path, prefill_chunk=chunk)).costs for chunk in (64, 256)]
+    assert [set(costs.piece_ms) for costs in sizes if costs is not None] == [{32, 64}, {32, 256}]
 
 
 def test_measuring_leaves_the_stage_as_it_was(engines: list[TorchEngine], tmp_path: Path) -> None:

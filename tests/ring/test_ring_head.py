@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 from ring_world import GREEDY, head_config
 
+from sims.source_transport import OneGroup
 from swarmnode.ids import RequestId, SessionId
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_messages import Open, Refused
 from swarmnode.ring.kv_budget import KvBudget
-from swarmnode.ring.messages import Broken, Envelope, PieceDone
+from swarmnode.ring.messages import Broken, Envelope, PieceDone, Row, Tokens
 from swarmnode.ring.progress import SLACK
-from swarmnode.ring.work import Activation, WorkResult
+from swarmnode.ring.work import Activation, GroupWork, WorkResult
 
-HIDDEN = WorkResult(hidden=Activation("float32", (4, 1), bytes(16)))
+
+def rows_of(count: int) -> WorkResult:
+    return WorkResult(hidden=Activation("float32", (count, 1), bytes(4 * count)))
+
+
+HIDDEN = rows_of(4)
 
 
 def opened(num_stages: int, *lengths: int, new: int = 4) -> Head:
@@ -44,6 +51,30 @@ def test_a_pieces_answer_counts_once() -> None:
         head.receive(Envelope("tok", PieceDone(SessionId(1), 0, 0, 4)), 1.0)
     assert head.next_work(1.0) is not None
     assert head.next_work(1.0) is None
+
+
+@pytest.mark.parametrize(("came_back", "steps_learned"), [((1, 2), 1), ((2,), 0)])
+def test_a_group_of_which_a_stage_left_rows_out_teaches_no_costs(
+    came_back: tuple[int, ...], steps_learned: int
+) -> None:
+    """Stage 0 has computed both rows: that is no time of a group of one."""
+    config = head_config(2)
+    head = Head(config, OneGroup(config))
+    for request in ("a", "b"):
+        head.receive(Open(RequestId(request), (1,), 4, GREEDY), 0.0)
+    for _ in range(2):
+        piece = head.next_work(0.0)
+        assert piece is not None
+        head.complete(piece, rows_of(1), 0.0)
+    for session in (1, 2):
+        head.receive(Envelope("tok", PieceDone(SessionId(session), 0, 0, 1, 9)), 0.0)
+    group = head.next_work(1.0)
+    assert isinstance(group, GroupWork)
+    assert len(group.rows) == 2
+    head.complete(group, rows_of(2), 1.1)
+    rows = tuple(Row(SessionId(session), 0, 1) for session in came_back)
+    head.receive(Envelope("tok", Tokens(rows, (9,) * len(rows), (100.0, 50.0))), 1.2)
+    assert head.costs.steps == steps_learned
 
 
 def test_nothing_is_sent_after_the_ring_broke() -> None:

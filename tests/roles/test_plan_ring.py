@@ -14,7 +14,7 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.safetensors_header import encode_header
 from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES, RING_CAPABILITIES, PeerResources
 from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_ON_CARD, SERVE_QUANTIZED
-from swarmnode.config import Settings, read_settings
+from swarmnode.config import VARIABLES, Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.plan_report import plan_report
@@ -109,8 +109,15 @@ def test_all_stages_share_one_budget(settings: Settings) -> None:
 def test_r6_a_peer_holds_what_the_setting_says_served_or_waiting(
     settings: Settings, held_at_once: int | None, running: int, waiting: int
 ) -> None:
-    head = plan(LoadOptions(), replace(settings, max_in_flight=held_at_once)).specs[0]
+    planned = plan(LoadOptions(), replace(settings, max_in_flight=held_at_once))
+    head = planned.specs[0]
     assert (head.max_in_flight, head.max_waiting) == (running, waiting)
+    assert plan_report(planned)["max_in_flight"] == running
+
+
+def test_r6_who_plans_a_ring_says_how_many_requests_it_holds() -> None:
+    roles = {variable.name: variable.role for variable in VARIABLES}
+    assert roles["SWARM_SERVE_MAX_IN_FLIGHT"] == roles["SWARM_SERVE_IN_FLIGHT"] == "coordinator"
 
 
 def test_settings_reach_the_head(settings: Settings) -> None:

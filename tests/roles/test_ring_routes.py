@@ -39,10 +39,10 @@ def posted() -> list[tuple[NodeId, Frame]]:
 
 @pytest.fixture
 async def ring(tmp_path: Path, posted: list[tuple[NodeId, Frame]]) -> LoadedRing:
-    """Over two stages, not loaded yet."""
+    """Over two stages, not loaded yet; five requests at most."""
     root = write_scripted_servable(tmp_path, "m", {"default": [7]}, layers=4, stages=2).parent
     peers = [PeerResources(node, node[:1], 1 << 32, None, CAPABILITIES) for node in (ONE, TWO)]
-    settings = read_settings(tmp_path / "data", environ={})
+    settings = read_settings(tmp_path / "data", environ={"SWARM_SERVE_MAX_IN_FLIGHT": "5"})
     planned = plan_ring(Registry(root).get("m"), LoadOptions(num_stages=2), peers, settings, RingId("r"), 1)
     return LoadedRing(planned, lambda node, frame: posted.append((node, frame)), lambda _: None)
 
@@ -98,6 +98,11 @@ def test_links_that_are_none_are_refused(lie: dict[str, object]) -> None:
     link = {"lane": "act", "route": "direct", **lie}
     with pytest.raises(ProtocolError, match=next(iter(lie))):
         read_report(LinkedStage, Frame("linked", {"ring": "r", "stage": 0}, pack_body({"links": [link]})))
+
+
+async def test_status_says_how_many_requests_stage_0_was_told_to_serve(ring: LoadedRing) -> None:
+    assert ring.plan.max_in_flight > ring.specs[0].max_in_flight == 5
+    assert _ring_status(ring)["max_in_flight"] == 5
 
 
 async def test_status_says_what_of_a_lane_was_relayed(ring: LoadedRing) -> None:
