@@ -41,7 +41,7 @@ soak: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[peer,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[peer,fastcpu,dev]'
 	touch $(STAMP)
 
 clean:

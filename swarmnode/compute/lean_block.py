@@ -17,7 +17,8 @@ from torch.nn.functional import rms_norm, silu
 from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute.attention import attend
 from swarmnode.compute.card_projection import on_card
-from swarmnode.compute.projections import DenseProjection, packed
+from swarmnode.compute.projections import DenseProjection
+from swarmnode.compute.tiled_projections import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -22,7 +22,8 @@ from swarmnode.compute.kv_cache import SessionCache, StepCache
 from swarmnode.compute.lean_block import MATRICES, LeanBlock, Norm, NotLean, fused_room, rows_of
 from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, signed
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
-from swarmnode.compute.projections import DenseProjection, packed
+from swarmnode.compute.projections import DenseProjection
+from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:

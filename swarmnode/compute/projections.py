@@ -2,7 +2,8 @@
 
 Packed kernels take bfloat16 rows and are made for few of them. From some row count on it is faster to unpack the whole
 weight to float32 and multiply; where that lies depends on the CPU and the shape, so it is measured at load
-(`crossover_rows`). The same holds for bfloat16 weights on CPUs without bfloat16 arithmetic.
+(`crossover_rows`). The same holds for bfloat16 weights on CPUs without bfloat16 arithmetic. `tiled_projections.py` has
+the kernels that are compiled at load, and chooses.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ GROUP = 32
 """Weights that share a scale and a zero in four bits; also llama.cpp's block, whose codes are taken as they are."""
 _LEVELS = 15
 _ROWS = (2, 4, 8, 16, 32, 64)
-_MEASURED_ELEMENTS = 1 << 18
+MEASURED_ELEMENTS = 1 << 18
 """Smaller weights are not worth measuring: they take DEFAULT_ROWS."""
 _MEASURE_S = 0.5
-"""Per shape; a measurement that takes longer ends with what it knows."""
+"""Per shape; a measurement that takes longer ends with what it knows so far."""
 DEFAULT_ROWS = 32
 CHUNK_ROWS = 128
 """Weights are unpacked in multiples of this many output rows: whole blocks of every packed layout."""
@@ -112,7 +113,8 @@ class DenseProjection:
 
 
 class PackedProjection(ABC):
-    """What the packed kernels have in common: bfloat16 in and out, the bias added after, many rows through float32."""
+    """What the packed kernels have in common: bfloat16 in and out, the bias added after, and once `measure` was called,
+    many rows through float32."""
 
     __slots__ = ("_bias", "_out", "_unpack_from")
     name = ""
@@ -120,7 +122,10 @@ class PackedProjection(ABC):
     def __init__(self, shape: torch.Size, bias: torch.Tensor | None) -> None:
         self._out = shape[0]
         self._bias = bias.clone() if bias is not None else None  # a view would keep the block's dense memory
-        self._unpack_from = crossover_rows(self._packed, self._unpacked, shape, self.name)
+        self._unpack_from = 1 << 62
+
+    def measure(self) -> None:
+        self._unpack_from = crossover_rows(self._packed, self._unpacked, (self._out, self.inputs), self.name)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
@@ -134,6 +139,10 @@ class PackedProjection(ABC):
 
     def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
         return multiply_in_float(rows, self._out, self.unpack)
+
+    @property
+    @abstractmethod
+    def inputs(self) -> int: ...
 
     @abstractmethod
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -171,6 +180,10 @@ class Int8Projection(PackedProjection):
         self._weight, self._scales = quantize_int8(weight)
         super().__init__(weight.shape, bias)
 
+    @property
+    def inputs(self) -> int:
+        return self._weight.shape[1]
+
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         return torch._weight_int8pack_mm(rows, self._weight, self._scales)
 
@@ -185,40 +198,33 @@ class Int4Projection(PackedProjection):
     """A scale and a zero per GROUP inputs of each output row, asymmetric. Rows of which there are `blocks` are packed
     from those, the others are quantized."""
 
-    __slots__ = ("_in", "_scales_zeros", "_weight")
+    __slots__ = ("_scales_zeros", "_weight")
     name = "int4-fast"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()) -> None:
-        self._in = weight.shape[1]
-        self._weight = torch.empty((weight.shape[0], self._in // 2), dtype=torch.uint8)
-        self._scales_zeros = torch.empty((self._in // GROUP, weight.shape[0], 2), dtype=torch.bfloat16)
+        self._weight = torch.empty((weight.shape[0], weight.shape[1] // 2), dtype=torch.uint8)
+        self._scales_zeros = torch.empty((weight.shape[1] // GROUP, weight.shape[0], 2), dtype=torch.bfloat16)
         for begin in range(0, weight.shape[0], QUANTIZED_ROWS):  # bounds what is held in 32 bits
             part = slice(begin, begin + QUANTIZED_ROWS)
-            codes, self._scales_zeros[:, part] = _encode(weight[part], begin, blocks)
+            codes, self._scales_zeros[:, part] = encode(weight[part], begin, blocks)
             self._weight[part] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
         super().__init__(weight.shape, bias)
+
+    @property
+    def inputs(self) -> int:
+        return self._weight.shape[1] * 2
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         return torch._weight_int4pack_mm_for_cpu(rows, self._weight, GROUP, self._scales_zeros)
 
     def unpack(self, begin: int, end: int) -> torch.Tensor:
-        codes = unpack_codes(self._weight[begin:end], self._in)
+        codes = unpack_codes(self._weight[begin:end], self.inputs)
         scales, zeros = self._scales_zeros[:, begin:end].float().transpose(0, 1).unbind(-1)
         grouped = codes.view(end - begin, -1, GROUP).to(torch.float32)
-        return grouped.sub_(8).mul_(scales[..., None]).add_(zeros[..., None]).view(end - begin, self._in)
+        return grouped.sub_(8).mul_(scales[..., None]).add_(zeros[..., None]).view(end - begin, self.inputs)
 
     def size_bytes(self) -> int:
         return self._weight.nbytes + self._scales_zeros.nbytes
-
-
-def packed(
-    method: str, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()
-) -> PackedProjection:
-    """`weight` by `method`; a shape that the 4-bit kernel does not take is served in 8 bits. `blocks`: what rows of
-    `weight` were dequantized from."""
-    if method == "int4-fast" and takes_int4(weight.shape[0], weight.shape[1]):
-        return Int4Projection(weight, bias, blocks)
-    return Int8Projection(weight, bias)
 
 
 def takes_int4(out: int, inputs: int) -> bool:
@@ -253,7 +259,7 @@ def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.int32).view(out, inputs), torch.stack((scales, zeros), -1).transpose(0, 1).contiguous()
 
 
-def _encode(weight: torch.Tensor, first: int, blocks: Sequence[Placed]) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(weight: torch.Tensor, first: int, blocks: Sequence[Placed]) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_int4` of a matrix's rows from `first` on, but of rows in blocks those blocks' own codes."""
     end = first + weight.shape[0]
     spans = [(max(first, begin), min(end, begin + part.rows), begin, part) for begin, part in blocks]
@@ -299,7 +305,7 @@ def crossover_rows(
 ) -> int:
     """The row count from which `many` is the faster of two ways to multiply; measured once per shape."""
     out, inputs = shape
-    if out * inputs < _MEASURED_ELEMENTS:
+    if out * inputs < MEASURED_ELEMENTS:
         return DEFAULT_ROWS
     key = (name, out, inputs, torch.get_num_threads())
     if key not in _measured:
@@ -314,14 +320,17 @@ def _measure_crossover(
     few(torch.zeros((1, inputs), dtype=torch.bfloat16))
     for rows in _ROWS:
         probe = torch.zeros((rows, inputs), dtype=torch.bfloat16)
-        if min(_timed(many, probe), _timed(many, probe)) < min(_timed(few, probe), _timed(few, probe)):
+        unpacked_s = min(timed(many, probe), timed(many, probe))
+        packed_s = min(timed(few, probe), timed(few, probe))
+        if unpacked_s < packed_s:
             return rows
         if time.perf_counter() - started > _MEASURE_S:
             break
-    return 2 * rows
+    # So many times the rows take the packed kernel at most so many times as long.
+    return max(2 * rows, int(rows * unpacked_s / packed_s))
 
 
-def _timed(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> float:
+def timed(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> float:
     started = time.perf_counter()
     way(rows)
     return time.perf_counter() - started

@@ -22,8 +22,9 @@ from swarmnode.compute.card_projection import CardInt4Projection, _quantized, on
 from swarmnode.compute.device import card_memory, int4_obstacle, stage_gauges
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
-from swarmnode.compute.projections import GROUP, DenseProjection, packed
+from swarmnode.compute.projections import GROUP, DenseProjection
 from swarmnode.compute.stage_model import StageModel
+from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:

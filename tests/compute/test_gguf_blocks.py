@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from card_kernels import emulated_card, load_as_on_a_card
+from packed_kernels import ALL_KERNELS, take_kernels
 from safetensors.torch import load_file, save_file
 from stage_chains import Chain, even_cuts, logits_of, prompt_of
 from test_shard_selection import sliced_copies
@@ -20,11 +21,12 @@ from swarmnode.catalog.adapter_import import import_adapter
 from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.kept_blocks import BLOCK_BYTES, BLOCKS_FILE, blocks_shape
 from swarmnode.catalog.source_wheel import DEMO_MODEL_ID
-from swarmnode.compute import gguf_blocks, projections
+from swarmnode.compute import gguf_blocks, projections, tiled_projections
 from swarmnode.compute.gguf_blocks import Q4Blocks
 from swarmnode.compute.loader import load_stage
-from swarmnode.compute.projections import Int4Projection, Int8Projection, packed
+from swarmnode.compute.projections import Int4Projection, Int8Projection
 from swarmnode.compute.spec import StageSpec
+from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import LoadFailed
 
 if TYPE_CHECKING:
@@ -121,12 +123,17 @@ def test_a_fused_matrix_takes_blocks_where_there_are_some(monkeypatch: pytest.Mo
     expected = torch.cat([part.unpack(0, part._out) for part in parts])
     for rows in (512, 128, 192):
         monkeypatch.setattr(projections, "QUANTIZED_ROWS", rows)
-        fused = packed("int4-fast", weight, None, [(0, first), (384, last)])
-        assert torch.equal(fused.unpack(0, 640), expected)
+        monkeypatch.setattr(tiled_projections, "QUANTIZED_ROWS", rows)
+        for kernels in ALL_KERNELS:
+            with monkeypatch.context() as these:
+                take_kernels(kernels, these)
+                fused = packed("int4-fast", weight, None, [(0, first), (384, last)])
+            assert torch.equal(fused.unpack(0, 640), expected)
     assert not torch.equal(packed("int4-fast", weight, None).unpack(0, 640), expected)
 
 
-def test_a_shape_the_kernel_does_not_take_is_served_in_eight_bits() -> None:
+def test_a_shape_the_kernel_does_not_take_is_served_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_kernels("torch", monkeypatch)
     blocks = Q4Blocks(random_raw("q4_1", out=24), "q4_1")
     weight = blocks.dequantized(torch.bfloat16)
     found = packed("int4-fast", weight, None, [(0, blocks)])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from packed_kernels import ALL_KERNELS, take_kernels
 from safetensors.torch import load_file, save_file
 from stage_chains import Chain, even_cuts, prompt_of, stage_specs
 from test_parity import write_random
@@ -14,8 +15,8 @@ from tiny_models import make_tiny
 
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
-from swarmnode.compute.projections import packed
 from swarmnode.compute.spec import StageSpec
+from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_tiny(path, request.param, num_layers=LAYERS, tied=request.param != "llama")
 
 
+@pytest.fixture(params=ALL_KERNELS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose kernels serve."""
+    take_kernels(request.param, monkeypatch)
+    return str(request.param)
+
+
 def load(checkpoint: Path, target: Path, stages: int = 1, **settings: Any) -> Chain:
     specs = stage_specs(checkpoint, target, LAYERS, even_cuts(LAYERS, stages), **settings)
     return Chain([load_stage(spec) for spec in specs])
@@ -47,6 +55,7 @@ def logits(chain: Chain) -> torch.Tensor:
     return out.float()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_are_those_of_the_unpacked_weights_in_full_precision(
     method: str, checkpoint: Path, tmp_path: Path
@@ -65,6 +74,7 @@ def test_logits_are_those_of_the_unpacked_weights_in_full_precision(
     assert float((found - exact_logits).norm() / exact_logits.norm()) < 0.04
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_do_not_depend_on_stages_or_batch(method: str, checkpoint: Path, tmp_path: Path) -> None:
     prompts = {0: prompt_of(9), 1: prompt_of(20, 1)}
@@ -78,6 +88,7 @@ def test_tokens_do_not_depend_on_stages_or_batch(method: str, checkpoint: Path, 
     assert tokens == expected
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("method", METHODS)
 def test_dense_memory_is_let_go(method: str, checkpoint: Path, tmp_path: Path) -> None:
     first, last = (engine.model for engine in load(checkpoint, tmp_path / "s", 2, quantization=method).engines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed_kernels import take_kernels
 
 from swarmnode.compute import projections
 from swarmnode.compute.projections import (
@@ -13,10 +14,10 @@ from swarmnode.compute.projections import (
     Int8Projection,
     code_block_rows,
     crossover_rows,
-    packed,
     quantize_int4,
     unpack_codes,
 )
+from swarmnode.compute.tiled_projections import packed
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ def test_few_and_many_rows_give_the_product_with_the_unpacked_weight(
 ) -> None:
     weight, added = weights(), torch.randn(192).to(torch.bfloat16) if bias else None
     projection = kind(weight, added)
+    projection.measure()
     exact = projection.unpack(0, 192)
     for shape in [(1, 1), (8, 1), (1, 3), (1, 200)]:
         rows = torch.randn(*shape, 128).to(torch.bfloat16)
@@ -83,12 +85,14 @@ def test_float32_rows_come_back_in_float32() -> None:
 def test_a_weight_is_unpacked_in_chunks_to_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, rows = weights(640, 64), torch.randn(40, 64).to(torch.bfloat16)
     projection = Int4Projection(weight, None)
+    projection.measure()
     whole = projection(rows)
     monkeypatch.setattr(projections, "_CHUNK_ELEMENTS", 128 * 64)
     assert torch.equal(projection(rows), whole)
 
 
-def test_shapes_the_four_bit_kernel_does_not_take_get_eight_bits() -> None:
+def test_shapes_the_four_bit_kernel_does_not_take_get_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_kernels("torch", monkeypatch)
     block = code_block_rows()
     assert block is not None
     assert isinstance(packed("int4-fast", weights(2 * block, 64), None), Int4Projection)
@@ -142,3 +146,19 @@ def test_the_crossover_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatc
     assert crossover_rows(slow_beyond_4, steady, shape, "test") == found
     assert len(calls) == counted
     assert crossover_rows(slow_beyond_4, steady, (8, 8), "test") == projections.DEFAULT_ROWS
+
+
+def test_a_measurement_that_ran_out_of_time_assumes_no_more_than_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacking a head of 28 million weights takes longer than all the time there is: few rows stay packed."""
+    monkeypatch.setattr(projections, "_measured", {})
+    monkeypatch.setattr(projections, "_MEASURE_S", 0.0)
+    cost_s = {"few": 1.0, "many": 20.0}
+    monkeypatch.setattr(projections, "timed", lambda way, rows: cost_s[way.__name__] * rows.shape[0] ** (way is few))
+
+    def few(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def many(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    assert crossover_rows(few, many, (1024, 1024), "test") == 20

@@ -79,7 +79,7 @@ class Successor:
         return [values for name, values in self.events if name == event]
 
     def holders(self) -> list[str]:
-        ring = self.coordinator.ring_of(MODEL)
+        ring = self.coordinator.rings.of_model(MODEL)
         return [] if ring is None else [NAMES[node] for node in ring.life.nodes]
 
 
@@ -131,5 +131,5 @@ async def test_a_name_that_another_node_took_since_is_that_node(
     successor = Successor(tmp_path, state)
     await nursery.start(successor.coordinator.run)
     assert successor.told("ring_peers_dropped") == []
-    (record,) = successor.coordinator.restoring.records(())
+    (record,) = successor.coordinator.rings.restoring.records(())
     assert record["peers"] == ["attic", "cellar"]

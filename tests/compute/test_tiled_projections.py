@@ -1,0 +1,140 @@
+"""Kernels compiled at load: the product of what was packed, as exact as bfloat16, row by row, on any threads."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from packed_kernels import ALL_KERNELS, take_kernels
+
+from swarmnode.compute import tiled_projections
+from swarmnode.compute.integer_kernels import MAX_ROWS, integer_kernels
+from swarmnode.compute.projections import Int4Projection, Int8Projection, PackedProjection
+from swarmnode.compute.tiled_projections import TiledInt4Projection, TiledInt8Projection, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
+
+SHAPES = [(128, 32), (192, 576), (256, 96), (4, 64), (132, 4160)]
+"""One group; groups that are no multiple of eight; a single tile; more than are summed in 32 bits at a time."""
+METHODS = ("int8", "int4-fast")
+OF_TORCH: dict[str, type[PackedProjection]] = {"int8": Int8Projection, "int4-fast": Int4Projection}
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    take_kernels("compiled", monkeypatch)
+    yield
+    torch.set_num_threads(threads)
+
+
+def weights(out: int, inputs: int) -> torch.Tensor:
+    return (torch.randn(out, inputs) * torch.rand(out, 1)).to(torch.bfloat16)
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference of a row, as a share of the row's own size."""
+    return float(((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("out", "inputs"), SHAPES)
+def test_every_row_count_gives_the_product_with_the_unpacked_weight(method: str, out: int, inputs: int) -> None:
+    """Only the result's own rounding to bfloat16 is left: 2^-9 of each number at most."""
+    projection = packed(method, weights(out, inputs), None)
+    assert isinstance(projection, TiledInt8Projection | TiledInt4Projection)
+    exact = projection.unpack(0, out).double()
+    for count in range(1, 2 * MAX_ROWS + 2):
+        rows = torch.randn(count, inputs).to(torch.bfloat16)
+        rows[:, inputs // 2] *= 300  # one value that the others' codes have to share their scale with
+        found = projection.multiply(rows)
+        assert found.dtype == torch.bfloat16
+        assert off(found, rows.double() @ exact.T) < 2.0**-8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_packed_is_what_torchs_kernels_would_multiply_by(method: str) -> None:
+    weight = weights(384, 576)
+    assert torch.equal(packed(method, weight, None).unpack(128, 384), OF_TORCH[method](weight, None).unpack(128, 384))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(method: str) -> None:
+    """A session's tokens are the same alone and in any group."""
+    projection = packed(method, weights(1032, 96), None)
+    rows = torch.randn(MAX_ROWS, 96).to(torch.bfloat16) * torch.tensor([10.0**n for n in range(-4, 4)])[:, None]
+    alone = torch.cat([projection.multiply(row[None]) for row in rows.to(torch.bfloat16)])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for count in range(1, MAX_ROWS + 1):
+            assert torch.equal(projection.multiply(rows[:count].to(torch.bfloat16)), alone[:count])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_zeros_tiny_and_broken_numbers(method: str) -> None:
+    projection = packed(method, weights(64, 64), None)
+    rows = torch.zeros(4, 64, dtype=torch.bfloat16)
+    rows[1] = 1e-35
+    rows[2, 5] = float("nan")
+    rows[3, 5] = float("inf")
+    found = projection.multiply(rows)
+    assert not found[0].any()
+    assert found[1].abs().max() < 1e-30
+    assert not found[2:].isfinite().any()
+
+
+def test_rows_that_are_a_view_and_a_bias() -> None:
+    weight, bias = weights(64, 64), torch.randn(64).to(torch.bfloat16)
+    projection = packed("int8", weight, bias)
+    rows = torch.randn(3, 2, 128).to(torch.bfloat16)[..., ::2]
+    exact = rows.double() @ projection.unpack(0, 64).double().T + bias.double()
+    found = projection(rows)
+    assert found.shape == (3, 2, 64)
+    assert off(found, exact) < 2.0**-7
+
+
+def test_shapes_that_are_no_whole_tiles_are_torchs() -> None:
+    assert isinstance(packed("int8", weights(130, 64), None), Int8Projection)
+    assert isinstance(packed("int4-fast", weights(64, 48), None), Int8Projection)
+    assert isinstance(packed("int4-fast", weights(20, 64), None), TiledInt4Projection)
+
+
+@pytest.mark.parametrize("theirs_wins", [True, False])
+def test_the_faster_kernel_for_one_row_is_taken(theirs_wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed on some of the weight's rows, once for all weights with so many inputs."""
+    monkeypatch.undo()
+    timed: list[Any] = []
+
+    def clock(way: Any, rows: torch.Tensor) -> float:
+        timed.append(rows.shape)
+        of_torch = isinstance(way.__self__, Int4Projection)
+        return 1.0 if of_torch == theirs_wins else 2.0
+
+    monkeypatch.setattr(tiled_projections, "_faster", {})
+    monkeypatch.setattr(tiled_projections, "timed", clock)
+    expected = Int4Projection if theirs_wins else TiledInt4Projection
+    assert isinstance(packed("int4-fast", weights(512, 1024), None), expected)
+    counted = len(timed)
+    assert isinstance(packed("int4-fast", weights(1024, 1024), None), expected)
+    assert set(timed) == {(1, 1024)}
+    assert len(timed) == counted
+
+
+def test_sizes() -> None:
+    weight = weights(256, 128)
+    assert packed("int8", weight, None).size_bytes() == 256 * 128 + 2 * 256
+    zeros = 256 * 8 * 2  # four groups, filled up to eight
+    assert packed("int4-fast", weight, None).size_bytes() == 256 * 128 // 2 + 256 * 128 // 32 * 2 + zeros
+
+
+def test_without_llvmlite_torchs_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    assert integer_kernels.__wrapped__() is None
