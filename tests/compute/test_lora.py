@@ -21,8 +21,8 @@ from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.planning import stage_files
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.lora import LoraLinear
-from swarmnode.compute.projections import packed
 from swarmnode.compute.spec import StageSpec
+from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import LoadRefused
 
 if TYPE_CHECKING:
