@@ -1,5 +1,5 @@
 """Measure what loading a stage costs, for every quantization: anonymous memory at the end and at its peak against the
-bytes the stage holds and against what placement planned for it, and seconds.
+bytes the stage holds, the whole process against what placement planned for weights and worker, and seconds.
 
 `python -m benchmarks.load_memory [--model FOLDER] [--stages 1,2,3] [--methods none,nf4,…] [--dtype auto] [--json]`;
 without a model a random Llama of about 300 MB is made. Every stage loads in a fresh process, whose RssAnon is read
@@ -23,7 +23,7 @@ from benchmarks.fresh_process import in_fresh_process
 AIM_RATIO = 1.2
 """Memory at the end per byte held, and at the peak per byte held and one block in full precision."""
 AIM_PLAN = 0.1
-"""How far the planned weights may be from what the load takes."""
+"""How far weights and worker, as planned, may be from the whole process after the load."""
 METHODS = ("none", "int8", "int4-fast", "nf4", "bnb-int8")
 
 
@@ -80,9 +80,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         started = time.perf_counter()
         engine = load_stage(spec)
         seconds = time.perf_counter() - started
-    grown = rss_anon_bytes() - before
+    grown, whole = rss_anon_bytes() - before, resident_bytes("VmRSS")
     dtype = str(engine.model.dtype).removeprefix("torch.")
-    held, planned = held_bytes(engine.model), planned_weights(case, files, dtype)
+    held, planned = held_bytes(engine.model), planned_bytes(case, files, dtype)
     block = 0 if method == "none" else largest_block(files, case, dtype)
     return {
         "layers": f"{first}-{end - 1}",
@@ -91,10 +91,11 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "held_bytes": held,
         "rss_anon_bytes": grown,
         "peak_bytes": peak.bytes - before,
+        "process_bytes": whole,
         "planned_bytes": planned,
         "ratio": round(grown / held, 4),
         "peak_ratio": round((peak.bytes - before) / (held + block), 4),
-        "plan_error": round(planned / grown - 1, 4),
+        "plan_error": round(planned / whole - 1, 4),
         "seconds": round(seconds, 3),
     }
 
@@ -132,7 +133,8 @@ def held_bytes(model: Any) -> int:
     return int(held + (model.lean.size_bytes() + model.tail_bytes() if packed else 0))
 
 
-def planned_weights(case: dict[str, Any], files: tuple[Path, ...], dtype: str) -> int:
+def planned_bytes(case: dict[str, Any], files: tuple[Path, ...], dtype: str) -> int:
+    """Weights and the worker itself; conversations and what a forward needs come on top."""
     from swarmnode.cluster.pricing import ModelShape, price_stage
 
     sizes = layer_params(files, case["layers"])
@@ -146,7 +148,8 @@ def planned_weights(case: dict[str, Any], files: tuple[Path, ...], dtype: str) -
         recorded_boundaries=(),
         tied=bool(read_config(Path(case["model"])).get("tie_word_embeddings")),
     )
-    return price_stage(shape, case["first"], case["end"], dtype, case["method"], 1).weights
+    price = price_stage(shape, case["first"], case["end"], dtype, case["method"], 1)
+    return price.weights + price.worker
 
 
 def largest_block(files: tuple[Path, ...], case: dict[str, Any], dtype: str) -> int:
@@ -175,10 +178,15 @@ def layer_params(files: tuple[Path, ...], layers: int) -> list[int]:
 
 def rss_anon_bytes() -> int:
     """Anonymous resident memory of this process: file pages in the page cache do not count."""
+    return resident_bytes("RssAnon")
+
+
+def resident_bytes(kind: str) -> int:
+    """This process's RssAnon, or its VmRSS, which is what a machine has to offer a worker."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
-    raise SystemExit("RssAnon is read from /proc/self/status, which this system does not have")
+    raise SystemExit(f"{kind} is read from /proc/self/status, which this system does not have")
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -222,14 +230,26 @@ def show(loads: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=f"Loading a stage (aims: × held and × peak ≤ {AIM_RATIO}, plan within {AIM_PLAN:.0%})")
-    for column in ("method", "layers", "dtype", "held MiB", "RssAnon", "× held", "peak", "× peak", "plan", "plan off"):
+    for column in (
+        "method",
+        "layers",
+        "dtype",
+        "held MiB",
+        "RssAnon",
+        "× held",
+        "peak",
+        "× peak",
+        "process",
+        "plan",
+        "off",
+    ):
         table.add_column(column, justify="right")
     table.add_column("seconds", justify="right")
     for load in loads:
-        held, grown, peak, plan = (
-            f"{load[f'{key}_bytes'] / 2**20:.1f}" for key in ("held", "rss_anon", "peak", "planned")
+        held, grown, peak, whole, plan = (
+            f"{load[f'{key}_bytes'] / 2**20:.1f}" for key in ("held", "rss_anon", "peak", "process", "planned")
         )
-        cells = (held, grown, f"{load['ratio']:.3f}", peak, f"{load['peak_ratio']:.3f}", plan)
+        cells = (held, grown, f"{load['ratio']:.3f}", peak, f"{load['peak_ratio']:.3f}", whole, plan)
         table.add_row(
             load["method"],
             load["layers"],

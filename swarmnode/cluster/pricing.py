@@ -15,6 +15,8 @@ from swarmnode.cluster.quantization import (
     CARD_INPUTS,
     HEAD_BYTES_PER_PARAM,
     INT4_CARD,
+    INT4_FAST,
+    INT8,
     NF4,
     NONE,
     merges_adapter,
@@ -23,10 +25,19 @@ from swarmnode.cluster.quantization import (
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEADROOM = 1.2
 """All that is priced is multiplied by this: fragmentation, the allocator's rounding, what grows for a moment."""
-WORKER_BYTES = 350 << 20
-"""What a stage worker takes before any weight: interpreter, torch, transformers (measured on CPU)."""
+WORKER_BYTES = 380 << 20
+"""What a stage worker takes beside weights: interpreter, torch, transformers, what a load leaves (measured on CPU, as
+resident memory)."""
+KERNELS_BYTES = 100 << 20
+"""What a worker takes that compiles its kernels, most of it LLVM's own code; one without llvmlite takes it not."""
 BITSANDBYTES_BYTES = 40 << 20
 """What the library adds to a worker that quantizes with it. torchao adds nothing: transformers imports it anyway."""
+_LIBRARY_BYTES = {
+    NF4: BITSANDBYTES_BYTES,
+    BNB_INT8: BITSANDBYTES_BYTES,
+    INT8: KERNELS_BYTES,
+    INT4_FAST: KERNELS_BYTES,
+}
 PIECE_TOKENS = 256
 """Prompt positions that one forward reads (SWARM_SERVE_PREFILL_CHUNK's default)."""
 _ROW_WIDTHS = 16
@@ -118,7 +129,7 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
         head=int(max(head, 0)),
         kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
         states=recurrent * shape.state_values_per_layer * 4 * _STATES_KEPT * in_flight,
-        worker=WORKER_BYTES + (BITSANDBYTES_BYTES if quantization in (NF4, BNB_INT8) else 0),
+        worker=WORKER_BYTES + _LIBRARY_BYTES.get(quantization, 0),
         workspace=_workspace(shape, first, end, size, quantization),
     )
 

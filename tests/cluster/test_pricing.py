@@ -9,6 +9,7 @@ import pytest
 from swarmnode.cluster.pricing import (
     BITSANDBYTES_BYTES,
     HEADROOM,
+    KERNELS_BYTES,
     WORKER_BYTES,
     ModelShape,
     StageBytes,
@@ -61,11 +62,16 @@ def test_workspace_is_a_piece_with_its_logits_or_the_largest_block_while_it_is_q
     assert price(replace(SHAPE, layer_params=(9_000_000,) * 4), method="nf4").workspace == 18_000_000
 
 
-def test_a_worker_that_quantizes_with_bitsandbytes_holds_that_too() -> None:
-    workers = {method: price(method=method).worker for method in METHODS}
-    extra = {method for method, worker in workers.items() if worker == WORKER_BYTES + BITSANDBYTES_BYTES}
-    assert extra == {"nf4", "bnb-int8"}
-    assert workers["none"] == workers["int8"] == WORKER_BYTES
+def test_a_worker_holds_what_quantizes_or_multiplies_for_it_too() -> None:
+    beside = {method: price(method=method).worker - WORKER_BYTES for method in (*METHODS, INT4_CARD)}
+    assert beside == {
+        "none": 0,
+        "nf4": BITSANDBYTES_BYTES,
+        "bnb-int8": BITSANDBYTES_BYTES,
+        "int8": KERNELS_BYTES,
+        "int4-fast": KERNELS_BYTES,
+        INT4_CARD: 0,
+    }
 
 
 def test_on_a_card_four_bits_are_priced_as_padded_and_the_head_as_it_stays() -> None:
