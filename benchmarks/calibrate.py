@@ -6,7 +6,8 @@ measurements of the step costs: the same slices run groups of exact sizes, all s
 (`benchmarks/stage_times.py`; held to a size inside the ring, groups drift apart while they wait behind each other, and
 what then is measured is no group of that size). Rates and costs are the medians of these turns, of the same minute.
 The simulator's links lead from worker to worker, so its road is `link_ms` of a lone reply of the same ring that is not
-compared: what the proxies delay, and the way through pipes, nodes and TLS. Nothing is fitted: what the simulator leaves
+compared: what the proxies delay, and the way through pipes, nodes and TLS. So the row of one user only says that a
+reply's parts add up; the prediction begins with two. No factor is fitted: what the simulator leaves
 out (text, the gateway, a processor that all share, uneven steps) shows as the difference. Where it arises is told by a
 step's time in the stages, on the links and in queues, real beside simulated: other milliseconds in the stages are other
 groups or other costs of the same groups.

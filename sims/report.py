@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.ring.head_messages import Accepted
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -50,6 +52,11 @@ def gaps_ms(outcomes: Iterable[Outcome], window: Window) -> list[float]:
     return [(b - a) * 1e3 for o in outcomes for a, b in pairwise(o.token_times_s) if _in(b, window)]
 
 
+def ttfts_ms(outcomes: Iterable[Outcome]) -> list[float]:
+    """From the moment a request was accepted to its first token, of those that have one."""
+    return [(o.token_times_s[0] - o.seconds_of(Accepted)) * 1e3 for o in outcomes if o.token_times_s]
+
+
 def utilisation(world: World, window: Window) -> list[float]:
     """Each stage's share of the window spent in forwards (a forward counts from its start)."""
     return [
@@ -59,8 +66,12 @@ def utilisation(world: World, window: Window) -> list[float]:
 
 
 def latencies(outcomes: Sequence[Outcome], window: Window) -> dict[str, Any]:
-    gaps = gaps_ms(outcomes, window)
-    return {"itl_p50_ms": round(percentile(gaps, 0.5), 1), "itl_p99_ms": round(percentile(gaps, 0.99), 1)}
+    """Of all first tokens, and of the gaps in the window."""
+    return _percentiles("ttft", ttfts_ms(outcomes)) | _percentiles("itl", gaps_ms(outcomes, window))
+
+
+def _percentiles(name: str, values_ms: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_p{share}_ms": round(percentile(values_ms, share / 100), 1) for share in (50, 99)}
 
 
 def lines(report: dict[str, Any], indent: str = "") -> Iterable[str]:

@@ -157,7 +157,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "SWARM_SERVE_PREFILL_CHUNK",
         "256",
-        "peer",
+        "coordinator",
         "prompt tokens per piece sent through the stages, 1024 at most (0: as many as that)",
         _at_least(0),
     ),

@@ -21,6 +21,7 @@ def one_stage_load(files: tuple[FileEntry, ...], node: str) -> LoadSpec:
         "typical_tokens": 64,
         "max_in_flight": 4,
         "max_waiting": 4,
+        "prefill_chunk": 256,
     }
     body = {
         "model": "scripted",

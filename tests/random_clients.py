@@ -55,14 +55,20 @@ class Ask:
 
     def is_right(self, text: str) -> bool:
         """Whether a complete reply is the script's, as far as max_tokens and stop strings let it go."""
+        return text.rstrip("\ufffd") == self._expected() or (
+            self.max_tokens is None and bool(text) and self.begins_right(text)
+        )
+
+    def begins_right(self, text: str) -> bool:
+        """Whether the script's reply begins so: what a client saw that left."""
+        return self._expected().startswith(text.rstrip("\ufffd"))
+
+    def _expected(self) -> str:
         said = {"broken": "this will fail", "early": "never"}.get(self.text, REPLY)
         full = (ALPHABET * 400 if "long" in self.text else said).encode()
         whole = full[: self.max_tokens].decode(errors="ignore")
         cuts = [whole.index(stop) for stop in self.stop if stop in whole]
-        expected = whole[: min(cuts)] if cuts else whole
-        return text.rstrip("\ufffd") == expected or (
-            self.max_tokens is None and bool(expected.startswith(text) and text)
-        )
+        return whole[: min(cuts)] if cuts else whole
 
     def may_fail_with(self, code: str) -> bool:
         expected = {"broken": "stage_failed", "early": "stage_failed"}.get(self.text)
@@ -124,7 +130,8 @@ def _stream(http: httpx.Client, ask: Ask, tally: Tally) -> None:
             return
         for line in response.iter_lines():
             if ask.leave_after is not None and seen >= ask.leave_after:
-                tally.ended(ask, "left", right=True)
+                right = ask.begins_right(text)
+                tally.ended(ask, "left" if right else f"wrong text {text[-60:]!r}", right=right)
                 return
             if time.monotonic() - started_s > REQUEST_S:
                 tally.ended(ask, "hung", right=False)

@@ -125,11 +125,14 @@ def grid(seed: int = 0, host_ms: float = 0.0) -> dict[str, Any]:
                     "cost": cost["ratio"],
                     "cost_jitter": run(_with(flags, jitter=0.1))["ratio"],
                     "source": run(_with(flags, schedule="source"))["ratio"],
+                    "source_jitter": run(_with(flags, schedule="source", jitter=0.1))["ratio"],
                 }
             )
     return {
         "worst_cost": min(row["cost"] for row in rows),
         "worst_cost_jitter": min(row["cost_jitter"] for row in rows),
+        "worst_against_source": round(min(row["cost"] / row["source"] for row in rows), 4),
+        "worst_against_source_jitter": round(min(row["cost_jitter"] / row["source_jitter"] for row in rows), 4),
         "rows": rows,
     }
 

@@ -15,7 +15,7 @@ from swarmnode.cluster.faster_plan import Choice, faster
 from swarmnode.cluster.left_out import left_out
 from swarmnode.cluster.measured import NOTHING_MEASURED
 from swarmnode.cluster.partition import balanced_boundaries
-from swarmnode.cluster.pricing import HEADROOM, StageBytes, mib, price_stage
+from swarmnode.cluster.pricing import HEADROOM, PIECE_TOKENS, StageBytes, mib, price_stage
 from swarmnode.cluster.quantization import (
     NEEDED_CAPABILITY,
     NONE,
@@ -94,6 +94,8 @@ class PlanRequest:
     typical_tokens: int = 1024
     min_context_tokens: int = 4096
     quantization: str = NONE
+    piece_tokens: int = PIECE_TOKENS
+    """Prompt positions that one forward reads."""
     prefer: tuple[str, ...] = ()
     """Ids of nodes, in stage order: each gets its stage where it can, and others take the rest."""
 
@@ -184,7 +186,12 @@ def _laid_out(
     in_flight = min(request.in_flight or 4 * len(chosen), MOST_IN_FLIGHT)
     cuts = (0, *boundaries, len(shape.layer_params))
     stages = tuple(
-        StagePlan(peer, first, end, price_stage(shape, first, end, request.dtype, _stored(request, peer), in_flight))
+        StagePlan(
+            peer,
+            first,
+            end,
+            price_stage(shape, first, end, request.dtype, _stored(request, peer), in_flight, request.piece_tokens),
+        )
         for peer, first, end in zip(chosen, cuts, cuts[1:], strict=False)
     )
     return _budget(shape, request, stages, in_flight, peers)

@@ -110,9 +110,17 @@ class StageBytes:
         return (self.fixed + kv_tokens * self.kv_token) * HEADROOM
 
 
-def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantization: str, in_flight: int) -> StageBytes:
-    """Embeddings stay in the serving dtype on the first stage; layers and the last stage's head follow `quantization`,
-    as it is stored on the stage's device (`stored_as`)."""
+def price_stage(
+    shape: ModelShape,
+    first: int,
+    end: int,
+    dtype: str,
+    quantization: str,
+    in_flight: int,
+    piece_tokens: int = PIECE_TOKENS,
+) -> StageBytes:
+    """For prompts in pieces of `piece_tokens`. Embeddings stay in the serving dtype on the first stage; layers and the
+    last stage's head follow `quantization`, as it is stored on the stage's device (`stored_as`)."""
     size = DTYPE_BYTES[dtype]
     is_first, is_last = first == 0, end == len(shape.layer_params)
     head_size = HEAD_BYTES_PER_PARAM.get(quantization, size)
@@ -130,7 +138,7 @@ def price_stage(shape: ModelShape, first: int, end: int, dtype: str, quantizatio
         kv_token=shape.kv_values_per_token_layer * (end - first - recurrent) * size,
         states=recurrent * shape.state_values_per_layer * 4 * _STATES_KEPT * in_flight,
         worker=WORKER_BYTES + _LIBRARY_BYTES.get(quantization, 0),
-        workspace=_workspace(shape, first, end, size, quantization),
+        workspace=_workspace(shape, first, end, size, quantization, piece_tokens),
     )
 
 
@@ -147,9 +155,9 @@ def _adapter_bytes(shape: ModelShape, first: int, end: int, quantization: str) -
     return 0 if merges_adapter(quantization, dora=shape.dora) else sum(shape.adapter_params[first:end]) * 4
 
 
-def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization: str) -> int:
+def _workspace(shape: ModelShape, first: int, end: int, size: int, quantization: str, piece_tokens: int) -> int:
     """The larger of a prompt piece with its logits, and of a block in full precision while it is quantized."""
-    piece = PIECE_TOKENS * _ROW_WIDTHS * shape.hidden_size * size
+    piece = piece_tokens * _ROW_WIDTHS * shape.hidden_size * size
     if end == len(shape.layer_params):
         piece += _LOGITS_ROWS * shape.vocab_size * 4
     block = 0 if quantization == NONE or not shape.hidden_size else max(shape.layer_params[first:end]) * size

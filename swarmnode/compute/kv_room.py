@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from swarmnode.compute.stage_model import StageModel
 
 CARD_SPARE_BYTES = 300 << 20
-"""Workspace of kernels on a card, one weight taken apart included."""
+"""Workspace of kernels on a card at least. In float32 there are none but torch's own, and what a forward takes by
+arithmetic (one weight taken apart is in it) is all."""
 CPU_SPARE_BYTES = 48 << 20
 """Of a worker on a CPU: frames, texts, the second copy of a buffer that grows, what the allocator keeps."""
 GROWTH_SLACK = 9 / 8
@@ -40,6 +41,8 @@ class KvCost:
     one before its last forward, too."""
     workspace: int
     """What a piece, or a group of a few rows, takes besides while it runs."""
+    float32: bool = False
+    """Forwards compute in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ def kv_cost(model: StageModel, probed: SessionCache, piece: int) -> KvCost:
     logits = 2 * _GROUP_ROWS * int(config.vocab_size) * _FLOAT_BYTES if model.is_last else 0
     dequantized = 2 * hidden * inner * size
     session = probed.size_bytes() - GROWTH_TOKENS * token
-    return KvCost(token, scores + repeated, 4 * session, rows + logits + dequantized)
+    float32 = model.dtype.itemsize == _FLOAT_BYTES
+    return KvCost(token, scores + repeated, 4 * session, rows + logits + dequantized, float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Load:
 def kv_room(cost: KvCost, device: torch.device, memory_bytes: int, load: Load) -> KvRoom:
     """What fits now, after loading: on a card of its free memory, on a CPU of `memory_bytes` (0: of what there is)."""
     if device.type == "cuda":
-        return card_room(cost, _free_on_card(device))
+        return card_room(cost, _free_on_card(device), load)
     taken = resident_bytes()
     return cpu_room(cost, memory_bytes or taken + offered_memory_bytes(), taken, load)
 
@@ -91,8 +95,7 @@ def kv_room(cost: KvCost, device: torch.device, memory_bytes: int, load: Load) -
 def cpu_room(cost: KvCost, limit: int, taken: int, load: Load) -> KvRoom:
     """Of `limit` bytes, with `taken` after loading. Every session may hold a growth step that it does not use; one
     piece at a time is computed, against a past of at most one whole context."""
-    sessions = load.sessions
-    steps = sessions * (2 * GROWTH_TOKENS * cost.token + cost.session)
+    steps = _growing_bytes(cost, load)
     room = limit - taken - cost.workspace - CPU_SPARE_BYTES - steps
     token = cost.token * GROWTH_SLACK
     tokens = room / (token + cost.scores)
@@ -105,15 +108,21 @@ def cpu_room(cost: KvCost, limit: int, taken: int, load: Load) -> KvRoom:
     )
 
 
-def card_room(cost: KvCost, free: int) -> KvRoom:
+def card_room(cost: KvCost, free: int, load: Load) -> KvRoom:
     """Of `free` bytes on a card, each token charged with its scores too: kernels there take workspace of their own."""
-    room = CARD_SHARE * free - CARD_SPARE_BYTES
-    tokens = max(0, int(room / (cost.token + cost.scores)))
+    spare = max(cost.workspace, 0 if cost.float32 else CARD_SPARE_BYTES)
+    steps = _growing_bytes(cost, load)
+    tokens = max(0, int((CARD_SHARE * free - spare - steps) / (cost.token + cost.scores)))
     return KvRoom(
         tokens,
-        f"the card has {_mib(free)} free, of which {CARD_SHARE:.0%} less {_mib(CARD_SPARE_BYTES)} are used; a token "
-        f"takes {_per_token(cost)}",
+        f"the card has {_mib(free)} free, of which {CARD_SHARE:.0%} less {_mib(spare)} for forwards and {_mib(steps)} "
+        f"for growing sessions are used; a token takes {_per_token(cost)}",
     )
+
+
+def _growing_bytes(cost: KvCost, load: Load) -> int:
+    """Of every session, however short: growth steps that it does not use, and its recurrent states."""
+    return load.sessions * (2 * GROWTH_TOKENS * cost.token + cost.session)
 
 
 def admitted_tokens(planned: int, least: int, room: KvRoom) -> int:

@@ -25,6 +25,7 @@ _INTS = (
     "max_in_flight",
     "max_waiting",
     "max_group",
+    "prefill_chunk",
     "typical_tokens",
 )
 MAX_SOURCES = 16
@@ -57,6 +58,8 @@ class LoadSpec:
     max_in_flight: int
     max_waiting: int
     max_group: int
+    prefill_chunk: int
+    """Prompt positions a piece: what stage 0 sends, and what every stage needs room for."""
     schedule: str
     typical_tokens: int
     step_costs: bool

@@ -19,6 +19,7 @@ from swarmnode.compute.spec import serving_dtype
 from swarmnode.compute.supported import SCRIPTED, architecture_name, check_supported, quantization_obstacles
 from swarmnode.errors import InvalidModel, LoadRefused
 from swarmnode.roles.load_spec import LoadSpec
+from swarmnode.wire.limits import MAX_PIECE_POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -158,6 +159,7 @@ def plan_ring(
             max_in_flight=min(plan.max_in_flight, settings.max_in_flight or plan.max_in_flight),
             max_waiting=_waiting_room(plan, settings),
             max_group=settings.max_batch,
+            prefill_chunk=settings.prefill_chunk,
             schedule=settings.schedule,
             typical_tokens=settings.typical_tokens,
             step_costs=settings.step_costs,
@@ -209,6 +211,7 @@ def _place(
             typical_tokens=settings.typical_tokens,
             min_context_tokens=settings.context_tokens,
             quantization=method,
+            piece_tokens=min(settings.prefill_chunk or MAX_PIECE_POSITIONS, MAX_PIECE_POSITIONS),
             prefer=options.prefer,
         )
         try:

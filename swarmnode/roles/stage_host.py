@@ -214,7 +214,7 @@ class StageHost:
             kv_tokens=spec.kv_tokens,
             max_in_flight=spec.max_in_flight,
             max_waiting=spec.max_waiting,
-            prefill_chunk=self._context.settings.prefill_chunk,
+            prefill_chunk=spec.prefill_chunk,
             max_group=spec.max_group,
             schedule=spec.schedule,
             typical_tokens=spec.typical_tokens,

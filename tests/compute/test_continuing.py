@@ -106,6 +106,24 @@ def test_logits_after_a_continuation_are_those_of_one_reading(tmp_path: Path) ->
     torch.testing.assert_close(seen[0][0], whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("at", [1, 5, NEW_TOKENS - 1])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_k2_a_paused_session_that_reads_all_its_tokens_again_goes_on_with_the_same(
+    family: str, at: int, tmp_path: Path, parity: Parity
+) -> None:
+    """Its cache is dropped after token `at`; what it comes back with is read in pieces, the reply so far included."""
+    parked = Parked(tmp_path, family, {}, 2)
+    chain, prompt = parked.chain, parked.second
+    tokens = [chain.prefill(FRESH, prompt, 64)]
+    while len(tokens) < at:
+        tokens += chain.step(FRESH)
+    chain.free(FRESH)
+    tokens.append(chain.prefill(FRESH, [*prompt, *tokens], 32))
+    while len(tokens) < NEW_TOKENS:
+        tokens += chain.step(FRESH)
+    parity.check(tokens, parked.reference(prompt))
+
+
 def test_a_session_may_continue_itself(tmp_path: Path, parity: Parity) -> None:
     parked = Parked(tmp_path, "llama", {}, 2)
     for move in (True, False):

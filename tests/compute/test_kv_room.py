@@ -35,10 +35,26 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def test_k3_a_card_gives_85_percent_less_300_mib_over_the_cost_of_a_token() -> None:
-    cost = KvCost(token=100_000, scores=20_000, session=0, workspace=5 * GIB)
-    assert card_room(cost, 8 * GIB).tokens == int((0.85 * 8 * GIB - 300 * MIB) / 120_000)
-    assert card_room(cost, 300 * MIB).tokens == 0
+@pytest.mark.parametrize(
+    ("workspace", "float32", "spare"),
+    [
+        pytest.param(100 * MIB, False, 300 * MIB, id="kernels' own workspace"),
+        pytest.param(500 * MIB, False, 500 * MIB, id="a wide piece takes more"),
+        pytest.param(100 * MIB, True, 100 * MIB, id="float32: no more than a forward"),
+    ],
+)
+def test_k3_a_card_gives_85_percent_less_a_spare_over_the_cost_of_a_token(
+    workspace: int, float32: bool, spare: int
+) -> None:
+    cost = KvCost(100_000, 20_000, session=0, workspace=workspace, float32=float32)
+    assert card_room(cost, 8 * GIB, Load(0, 4096)).tokens == int((0.85 * 8 * GIB - spare) / 120_000)
+    assert card_room(cost, 100 * MIB, Load(0, 4096)).tokens == 0
+
+
+def test_k3_on_a_card_every_session_is_charged_its_states_and_a_growth_step() -> None:
+    cost = KvCost(100_000, 20_000, session=9 * MIB, workspace=0)
+    growing = 16 * (2 * GROWTH_TOKENS * 100_000 + 9 * MIB)
+    assert card_room(cost, 8 * GIB, Load(16, 4096)).tokens == int((0.85 * 8 * GIB - 300 * MIB - growing) / 120_000)
 
 
 @given(

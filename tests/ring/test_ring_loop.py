@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from ring_world import EOS, GREEDY, WatchedEngine, head_config, stage_spec
 
+from swarmnode.compute import step_stats
 from swarmnode.compute.ring_loop import STATS_INTERVAL_S, RingLoop
 from swarmnode.compute.script import Script
 from swarmnode.ids import RequestId, SessionId
@@ -112,3 +113,19 @@ def test_gauges_that_were_held_back_come_though_nothing_else_happens(stage: Runn
         stage.loop.inbox.put(Envelope("act", group))
     while stage.gauges.get(timeout=PATIENCE_S)["sessions"] < 2:
         pass
+
+
+def test_t6_the_loop_tells_its_steps_and_its_waiting(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_stats, "TRAFFIC_S", 0.0)
+    head, engine = Head(head_config(1)), WatchedEngine(Script(default=(9,), then="repeat"), stage_spec(0, 1))
+    with RunningLoop(head, engine) as running:
+        time.sleep(0.05)  # idle: what `wait_ms` has to tell
+        running.loop.inbox.put(Open(RequestId("a"), (1,), 2, GREEDY))
+        while not isinstance(running.events.get(timeout=PATIENCE_S), Finished):
+            pass
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if " stats " in line]
+    told = dict(part.split("=") for part in line.split("] ")[1].split())
+    assert told["batch_size"] == "1.00"
+    assert float(told["wait_ms"]) >= 50

@@ -13,12 +13,13 @@ from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.safetensors_header import encode_header
 from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES, RING_CAPABILITIES, PeerResources
+from swarmnode.cluster.pricing import price_stage
 from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_ON_CARD, SERVE_QUANTIZED
 from swarmnode.config import VARIABLES, Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.plan_report import plan_report
-from swarmnode.roles.planning import NOTHING_KNOWN, Known, PlannedRing, examine, plan_ring
+from swarmnode.roles.planning import NOTHING_KNOWN, Known, PlannedRing, examine, model_shape, plan_ring
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,8 +122,9 @@ def test_r6_who_plans_a_ring_says_how_many_requests_it_holds() -> None:
 
 
 def test_settings_reach_the_head(settings: Settings) -> None:
-    changed = replace(settings, in_flight=3, typical_tokens=99, max_batch=2, schedule="source")
+    changed = replace(settings, in_flight=3, typical_tokens=99, max_batch=2, schedule="source", prefill_chunk=64)
     head = plan(LoadOptions(), changed).specs[0]
+    assert {spec.prefill_chunk for spec in plan(LoadOptions(), changed).specs} == {64}
     assert (head.max_in_flight, head.typical_tokens, head.max_group) == (3, 99, 2)
     assert head.schedule == "source"
 
@@ -301,6 +303,15 @@ def test_q1_where_full_precision_does_not_fit_either_both_reasons_are_given(sett
     small = [replace(offer, memory_bytes=1 << 20) for offer in without(SERVE_QUANTIZED)]
     with pytest.raises(LoadRefused, match=r"cannot hold nf4 weights: .* and with none: too little memory: stage 0"):
         plan_ring(MANIFEST, LoadOptions(quantization="nf4"), small, settings, RingId("r1"), 3)
+
+
+@pytest.mark.parametrize(("chunk", "positions"), [(64, 64), (256, 256), (1000, 1000), (0, 1024), (4000, 1024)])
+def test_l5_a_piece_of_the_size_that_is_sent_is_paid_for(settings: Settings, chunk: int, positions: int) -> None:
+    """Every stage reads what stage 0 sends: its own environment says nothing of that."""
+    first = plan(LoadOptions(), replace(settings, prefill_chunk=chunk)).plan.stages[0]
+    shape = model_shape(MANIFEST)
+    assert first.price == price_stage(shape, 0, first.end_layer, "bfloat16", "none", 8, positions)
+    assert first.price.workspace == positions * 16 * shape.hidden_size * 2
 
 
 def test_l5_a_plan_adds_up_to_what_a_stage_needs(settings: Settings) -> None:

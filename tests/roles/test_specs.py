@@ -35,6 +35,7 @@ LOAD = LoadSpec(
     max_in_flight=8,
     max_waiting=8,
     max_group=0,
+    prefill_chunk=256,
     schedule="cost",
     typical_tokens=1024,
     step_costs=True,

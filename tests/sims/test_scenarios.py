@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,27 @@ def test_two_pcs_the_sources_figures_come_out_within_a_tenth(case: str) -> None:
     assert two_pcs.run(two_pcs.SOURCE_FIGURES[case])["tokens_per_s"] == pytest.approx(measured, rel=0.1)
 
 
+def test_two_pcs_waiting_for_a_batch_is_what_coalescing_does() -> None:
+    """A batch that is kept together is eight rows on both stages and nothing overlaps: 468 + 8 x 20, 700, the trip."""
+    arriving = two_pcs.SOURCE_FIGURES["5.8: one group, split on arrival"]
+    waiting = two_pcs.run(replace(arriving, coalesce_ms=50))["tokens_per_s"]
+    assert waiting == pytest.approx(5.75, abs=0.1)
+    assert waiting > two_pcs.run(arriving)["tokens_per_s"] * 1.03
+
+
 def test_two_pcs_eight_users_without_host_time() -> None:
     report = two_pcs.run(TwoPcs())
     assert report["bound_tokens_per_s"] == pytest.approx(15.1, abs=0.05)
     assert report["tokens_per_s"] == pytest.approx(15.119, abs=0.01)
     assert report["itl_p99_ms"] == pytest.approx(529.1, abs=0.1)
+
+
+def test_the_report_names_percentiles_of_the_first_token() -> None:
+    """One user: the prompt is cached (a piece costs nothing), so its first token takes one trip round the ring."""
+    report = two_pcs.run(TwoPcs(users=1, rtt_ms=60))
+    assert (report["ttft_p50_ms"], report["ttft_p99_ms"]) == (60.0, 60.0)
+    eight = two_pcs.run(TwoPcs())
+    assert 21 <= eight["ttft_p50_ms"] <= eight["ttft_p99_ms"]
 
 
 @pytest.mark.parametrize(("users", "rtt_ms"), [(1, 60), (2, 0), (4, 60), (6, 200), (8, 21), (16, 100)])
@@ -40,6 +57,17 @@ def test_two_pcs_costs_reach_the_bound_and_never_less_than_the_sources_rules(use
     assert cost["ratio"] >= 0.98
     assert uneven["ratio"] >= 0.95
     assert cost["ratio"] >= source["ratio"] - SAME
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_two_pcs_the_whole_grid_keeps_its_aims(seed: int) -> None:
+    report = two_pcs.grid(seed)
+    assert len(report["rows"]) == 30
+    assert report["worst_cost"] >= 0.98
+    assert report["worst_cost_jitter"] >= 0.95
+    assert report["worst_against_source"] >= 1 - SAME
+    assert report["worst_against_source_jitter"] >= 0.98
 
 
 @pytest.mark.parametrize("rtt_ms", [0, 200])
@@ -94,6 +122,13 @@ def test_prompt_reaches_its_floor_on_any_line(tokens: int) -> None:
         assert report[line]["ours_s"] <= report[line]["source_rules_s"] + SAME
     if tokens == 1526:
         assert report["unlimited"]["waiting_for_each_s"] == pytest.approx(1526 / 256 * 9.7, rel=0.01)
+        # by hand: 2.0 + 7.7 s and the round trip for the first piece, then 1,270 positions at 7.7 s for 256
+        assert report["unlimited"]["floor_s"] == pytest.approx(2.0 + 0.021 + 1526 / 256 * 7.7, abs=1e-3)
+        assert report["unlimited"]["floor_s"] == pytest.approx(47.92, abs=0.01)
+        assert report["unlimited"]["ours_s"] == pytest.approx(47.92, abs=0.01)
+        # 2.6 MB more for the first piece at 10 Mbit/s
+        assert report["at_10_mbit_s"]["floor_s"] == pytest.approx(50.0, abs=0.01)
+        assert report["at_10_mbit_s"]["ours_s"] == pytest.approx(50.0, abs=0.01)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -131,7 +166,13 @@ def test_jitter_costs_little_where_steps_vary_by_a_tenth() -> None:
 
 
 def test_slow_uplinks_keep_the_line_busy_and_the_chat_alive() -> None:
-    for row in slow_uplink.run()["rows"]:
+    rows = slow_uplink.run()["rows"]
+    # by hand, six pieces of 600 ms and 2.62 MB: at 100 Mbit/s a stage is the slowest server, at 10 the line
+    assert [rows[0]["prompt_ttft_s"], rows[2]["prompt_ttft_s"]] == [
+        pytest.approx(0.6 + 0.21 + 0.6 + 0.03 + 5 * 0.6, abs=0.01),
+        pytest.approx(0.6 + 2.097 + 0.6 + 0.03 + 5 * 2.097, abs=0.01),
+    ]
+    for row in rows:
         assert row["ratio"] <= 1.03
         assert row["chat_itl_p99_ms_beside_a_prompt"] <= row["promised_itl_p99_ms"]
         assert row["promised_itl_p99_ms"] <= row["chat_itl_p50_ms"] + 300 + 100
