@@ -24,6 +24,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.attack
 	$(BIN)/python -m benchmarks.load_memory
+	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.batch
+	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 0
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 20
 	$(BIN)/python -m benchmarks.ring_latency --stages 2 --rtt-ms 60

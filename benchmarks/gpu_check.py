@@ -1,7 +1,8 @@
 """Run the checks of tests/gpu with the interpreter at hand and print one row for each; installs nothing.
 
-`python -m benchmarks.gpu_check [--json]`. Needs pytest; what else a check needs and does not find makes it a skip with
-the reason. Ends with 1 if a check failed. `GPU_CHECK_DEVICE=cpu` runs the same checks without a card.
+`python -m benchmarks.gpu_check [--only EXPRESSION] [--limit-s S] [--json]`. Needs pytest; what else a check needs and
+does not find makes it a skip with the reason. Ends with 1 if a check failed, or with the table so far if they are not
+over in time: a kernel that hangs is then the check that still runs. `GPU_CHECK_DEVICE=cpu` runs them without a card.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu"
-CHECK_S = 300
-"""The whole run's aim."""
+CHECK_S = 300.0
+"""For the whole run."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("--only", default="", help="the checks whose names this expression of pytest's -k says")
+    parser.add_argument("--limit-s", type=float, default=CHECK_S, help="for all checks together")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
     if importlib.util.find_spec("pytest") is None:
@@ -29,12 +34,30 @@ def main() -> int:
     import pytest
 
     rows = _Rows()
+    own_output = os.fdopen(os.dup(1), "w")  # pytest captures descriptor 1 while a check runs
+    watchdog = threading.Timer(options.limit_s, _give_up, [rows, options, own_output])
+    watchdog.daemon = True
+    watchdog.start()
     arguments = ["-c", str(FOLDER / "gpu_check.ini"), "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short"]
-    code = int(pytest.main([*arguments, str(FOLDER)], plugins=[rows]))
-    show(rows.rows)
-    if options.json:
-        print(json.dumps({"benchmark": "gpu_check", "card": card(), "checks": rows.rows}))
+    code = int(pytest.main([*arguments, "-k", options.only, str(FOLDER)], plugins=[rows]))
+    watchdog.cancel()
+    report(rows, options, own_output)
     return 1 if code not in (0, 5) else 0
+
+
+def _give_up(rows: _Rows, options: argparse.Namespace, out: TextIO) -> None:
+    """End the process, whatever its main thread waits for in a driver."""
+    why = f"it still ran when the {options.limit_s:g} s for all checks were over"
+    rows.rows.append({"check": rows.running, "result": "failed", "seconds": 0.0, "why": why})
+    report(rows, options, out)
+    os._exit(1)
+
+
+def report(rows: _Rows, options: argparse.Namespace, out: TextIO) -> None:
+    show(rows.rows, options.limit_s, out)
+    if options.json:
+        print(json.dumps({"benchmark": "gpu_check", "card": card(), "checks": rows.rows}), file=out)
+    out.flush()
 
 
 class _Rows:
@@ -42,6 +65,10 @@ class _Rows:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.running = "the collection of the checks"
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running = nodeid.rpartition("::")[2]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -67,15 +94,15 @@ def card() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "no CUDA card"
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]], limit_s: float, out: TextIO) -> None:
     """Plain text: rich may not be installed here."""
     width = max([len(row["check"]) for row in rows] or [0])
-    print(f"\n{card()}; {sum(row['seconds'] for row in rows):.0f} s of {CHECK_S}")
+    print(f"\n{card()}; {sum(row['seconds'] for row in rows):.0f} s of {limit_s:g}", file=out)
     for row in rows:
         why = row["why"].splitlines()[0] if row["why"] else ""
-        print(f"{row['check']:<{width}}  {row['result']:<7}  {row['seconds']:7.2f} s  {why}")
+        print(f"{row['check']:<{width}}  {row['result']:<7}  {row['seconds']:7.2f} s  {why}", file=out)
     counts = {result: sum(row["result"] == result for row in rows) for result in ("passed", "failed", "skipped")}
-    print(", ".join(f"{count} {result}" for result, count in counts.items()))
+    print(", ".join(f"{count} {result}" for result, count in counts.items()), file=out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ likely token is the one that the weights as stored (float32) hold most likely.
 `python -m benchmarks.quality [--model FOLDER] [--methods none,…] [--tokens N] [--json]`; without a model the demo model
 is imported. The text (openings of Carroll, Doyle and Melville, `quality_text.txt`) is read position by position, as a
 reply is written, so that the kernels of decoding are what is measured. The demo model's weights come from a 4-bit GGUF
-file whose blocks int4-fast takes as they are: what four bits cost is read on a model of full precision.
+file whose blocks int4-fast takes as they are, which `int4-fast anew` does not; what four bits cost a model of full
+precision is not read on it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 
 TEXT = Path(__file__).with_name("quality_text.txt")
 REFERENCE = "float32"
+ANEW = "int4-fast anew"
+"""Quantized from the dequantized weights, though the blocks are there."""
 SIDES: dict[str, dict[str, str]] = {
     REFERENCE: {"dtype": "float32"},
     "none": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int4-fast": {"quantization": "int4-fast"},
+    ANEW: {"quantization": "int4-fast"},
     "nf4": {"quantization": "nf4"},
     "bnb-int8": {"quantization": "bnb-int8"},
 }
@@ -54,10 +58,10 @@ def main() -> None:
 
 def measure(model: Path, ids: list[int], methods: list[str]) -> dict[str, dict[str, float]]:
     """Perplexity by method, its ratio to the reference's, and the share of positions with the same best token."""
-    reference = Reading(model, ids, SIDES[REFERENCE])
+    reference = Reading(model, ids, REFERENCE)
     results = {REFERENCE: {"perplexity": round(reference.perplexity, 3), "ratio": 1.0, "same_best": 1.0}}
     for method in methods:
-        reading = Reading(model, ids, SIDES[method])
+        reading = Reading(model, ids, method)
         results[method] = {
             "perplexity": round(reading.perplexity, 3),
             "ratio": round(reading.perplexity / reference.perplexity, 4),
@@ -71,13 +75,13 @@ class Reading:
 
     best: NDArray[Any]
 
-    def __init__(self, model: Path, ids: list[int], settings: dict[str, str]) -> None:
+    def __init__(self, model: Path, ids: list[int], method: str) -> None:
         import numpy as np
         import torch
 
         from swarmnode.compute.kv_cache import SessionCache
 
-        stage = load(model, settings).model
+        stage = load(model, method).model
         cache = SessionCache(stage.num_layers)
         loss, best = 0.0, []
         with torch.inference_mode():
@@ -90,16 +94,18 @@ class Reading:
         self.best = np.array(best)
 
 
-def load(folder: Path, settings: dict[str, str]) -> Any:
+def load(folder: Path, method: str) -> Any:
+    from swarmnode.catalog.kept_blocks import BLOCKS_FILE
     from swarmnode.compute.loader import load_stage
     from swarmnode.compute.spec import StageSpec
 
     layers = int(json.loads((folder / "tokenizer" / "config.json").read_text())["num_hidden_layers"])
-    files = tuple(sorted(folder.glob("shards/*/*.safetensors")))
+    files = sorted(folder.glob("shards/*/*.safetensors"))
+    if method == ANEW:
+        files = [path for path in files if path.name != BLOCKS_FILE]
     threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
-    return load_stage(
-        StageSpec(folder, files, 0, layers, layers, True, True, device="cpu", threads=threads, **settings)
-    )
+    where = (folder, tuple(files), 0, layers, layers, True, True)
+    return load_stage(StageSpec(*where, device="cpu", threads=threads, **SIDES[method]))
 
 
 def token_ids(model: Path, count: int) -> list[int]:

@@ -152,9 +152,12 @@ def kinds_of(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A servable made of a GGUF file, in one shard with its blocks beside."""
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("blocks")
+    return make_servable(tmp_path_factory.mktemp("blocks"))
+
+
+def make_servable(folder: Path) -> Path:
+    """Made of a GGUF file, in one shard with its blocks beside."""
     source = make_tiny(folder / "source" / "tiny", "qwen2", num_layers=LAYERS)
     write_gguf(source, folder / "tiny.gguf", kinds_of)
     import_model(str(folder / "tiny.gguf"), folder, stages=1)

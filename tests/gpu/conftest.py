@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+NEEDED = ("torch", "transformers", "safetensors", "pydantic")
+"""What every check imports that an interpreter may lack; bitsandbytes and others are asked for where they are used."""
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "compute"))
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """The device to check: "cuda" where there is a card; skips where there is none."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    torch, *_ = [pytest.importorskip(name) for name in NEEDED]
     asked = os.environ.get("GPU_CHECK_DEVICE", "")
     if not asked and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA card here")

@@ -44,6 +44,8 @@ def test_q1_tensors_and_tokens_are_those_of_a_quantized_from_pretrained(
             assert torch.equal(module.weight.data, other.weight.data), name
             if method == "nf4":
                 assert torch.equal(module.weight.quant_state.absmax, other.weight.quant_state.absmax), name
+            else:
+                assert torch.equal(row_scales(module), row_scales(other)), name
             compared += 1
     assert compared == 7 * 4
     prompt = prompt_of(40)
@@ -57,6 +59,11 @@ def test_q1_tensors_and_tokens_are_those_of_a_quantized_from_pretrained(
     expected = out[0, len(prompt) :].tolist()
     ours = stages.reply(0, prompt, 6, 64)
     assert ours[:2] == expected[:2], "bfloat16 rounds in another order: the first tokens have to agree"
+
+
+def row_scales(module: Any) -> Any:
+    """Where a first forward has put them, if there was one."""
+    return module.weight.SCB if module.weight.SCB is not None else module.state.SCB
 
 
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "head_dim": 64}
