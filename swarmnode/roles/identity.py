@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from cryptography import x509
 
 from swarmnode.cluster.membership import next_incarnation
-from swarmnode.errors import Conflict, InvalidRequest, NoSpace, ProtocolError
-from swarmnode.private_files import read_bounded, write_private
+from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.private_files import keep_private as _keep
+from swarmnode.private_files import read_bounded
+from swarmnode.private_files import unwritable_as_no_space as _unwritable_as_no_space
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Place, parse_place
 from swarmnode.wire.tls import CredentialFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from swarmnode.ids import NodeId
@@ -199,21 +200,6 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     except (OSError, ValueError, TypeError) as error:
         raise InvalidRequest(
             f"{path} cannot be read ({error!s:.200}); restore it, or remove {path.parent} to become a new node"
-        ) from error
-
-
-def _keep(path: Path, data: bytes) -> None:
-    with _unwritable_as_no_space(path):
-        write_private(path, data)
-
-
-@contextmanager
-def _unwritable_as_no_space(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NoSpace(
-            f"{path} cannot be written: {error.strerror}; free some space there, or let this user write it"
         ) from error
 
 
