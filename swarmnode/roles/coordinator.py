@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
+KEEP_AGAIN_S = 5.0
+"""After the disk did not take it: people make room meanwhile."""
 LEFT_OUT_TOLD = 8
 """Peers without a stage that a load's event names; its status has them all."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
@@ -172,17 +174,22 @@ class Coordinator:
         leaving = {r.model for r in self.rings.values() if r.draining or self.registry.hides(r.model)}
         await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
 
-    async def _keep_quietly(self) -> None:
-        """The same where nobody waits for it."""
+    async def _keep_quietly(self) -> bool:
+        """The same where nobody waits for it; whether it is written down."""
         try:
             await self.keep_rings()
         except NOT_KEPT as error:
             _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
+            return False
+        return True
 
     async def _keep_when_ready(self, ring: LoadedRing) -> None:
+        """Again and again: a successor unloads a ring that it does not know of."""
         await ring.settled.wait()
-        if ring.runs:
-            await self._keep_quietly()
+        while ring.runs:
+            if await self._keep_quietly():
+                return
+            await trio.sleep(KEEP_AGAIN_S)
 
     async def forget_model(self, manifest: Manifest) -> None:
         """Out of the catalogue first, which others may have to agree to; then its memory comes back; then its files go

@@ -19,6 +19,7 @@ from swarmnode.errors import (
     ModelNotLoaded,
     ModelRestoring,
     ModelUnloading,
+    NoSpace,
     PeerNotFound,
     StageLost,
 )
@@ -110,7 +111,7 @@ class Gateway:
         if ring is not None and not _same(ring, options):
             raise Conflict(f"{model} is loaded over {len(ring.specs)} stages in {ring.dtype}; unload it first")
         if ring is None:
-            ring = self._coordinator.start_load(model_id, options)
+            ring = await self._begin(model_id, options)
         self._coordinator.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
@@ -119,6 +120,16 @@ class Gateway:
                 await ring.over.wait()
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
         return self.status(model)
+
+    async def _begin(self, model: ModelId, options: LoadOptions) -> LoadedRing:
+        """A load is written down before anybody hears that it is under way; what cannot be is taken back."""
+        ring = self._coordinator.start_load(model, options)
+        try:
+            await self._coordinator.keep_rings()
+        except (Conflict, NoSpace):
+            await ring.unload(force=True)
+            raise
+        return ring
 
     def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
