@@ -149,6 +149,7 @@ class Coordinator:
         besides is loaded again."""
         if self._state is not None:
             self.restoring.remember(self._state.desired)
+            self._epoch = self._state.epoch
             for node in self.enrolment.nodes:
                 if node.removed_s is not None:
                     self._drop_peer(node)
@@ -159,7 +160,7 @@ class Coordinator:
                 _log.warning("a ring of before cannot be taken over: %s", error)
                 continue
             ring = self._new_ring(planned, adopted=True)
-            self._epoch = max(self._epoch, planned.specs[0].epoch[0])
+            self._epoch = max(self._epoch, ring.epoch)
             self.rings[ring.ring] = ring
             self.restoring.up(ring)
             nursery.start_soon(self.lifecycle.serve, ring)
@@ -172,7 +173,8 @@ class Coordinator:
         for ring in running:
             self.restoring.up(ring)
         leaving = {r.model for r in self.rings.values() if r.draining or self.registry.hides(r.model)}
-        await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
+        records = [to_record(ring.planned) for ring in running]
+        await self._state.keep_rings(records, self.restoring.records(leaving), self._epoch)
 
     async def _keep_quietly(self) -> bool:
         """The same where nobody waits for it; whether it is written down."""
@@ -232,8 +234,8 @@ class Coordinator:
         `asked` for takes no other ring's place."""
         if self._nursery is None:
             raise RuntimeError("start_load before run")
-        self._epoch += 1
         planned, leaving = self.plan_load(model, options, evict=asked)
+        self._epoch += 1
         self.lifecycle.evict(leaving, model)
         ring = self._new_ring(planned)
         self.rings[ring.ring] = ring
@@ -258,7 +260,7 @@ class Coordinator:
             measured = partial(self.machines.seen, now=trio.current_time())
             layers = manifest.architecture.num_layers
             offers = with_kept(offers, self.members, model, layers, self._last.get(model))
-            return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch, measured)
+            return plan_ring(manifest, options, offers, self.context.settings, ring_id, self._epoch + 1, measured)
 
         planned, leaving = self.lifecycle.find_room(self.members.values(), plan, evict=evict)
         return with_sources(planned, self.members.values()), leaving

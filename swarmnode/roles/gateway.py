@@ -107,9 +107,10 @@ class Gateway:
         ring = self._coordinator.ring_of(model_id)
         again = ring is not None and ring.state == "loading" and self._state(model_id) == "restoring"
         if ring is not None and ring.state != "ready" and not again:
-            raise Conflict(f"{model} is {ring.state}; wait until that is over")
+            raise Conflict(f"{model} is {ring.state} (ring epoch {ring.epoch}); wait until that is over")
         if ring is not None and not _same(ring, options):
-            raise Conflict(f"{model} is loaded over {len(ring.specs)} stages in {ring.dtype}; unload it first")
+            how = f"over {len(ring.specs)} stages in {ring.dtype} (ring epoch {ring.epoch})"
+            raise Conflict(f"{model} is loaded {how}; unload it first")
         if ring is None:
             ring = await self._begin(model_id, options)
         self._coordinator.restoring.join(ring)
@@ -396,6 +397,7 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
     stages = [_stage_status(ring, index) for index in range(len(ring.specs))]
     return {
         "ring": ring.ring,
+        "epoch": ring.epoch,
         "dtype": ring.dtype,
         "quantization": ring.quantization,
         "notice": ring.notice,

@@ -15,7 +15,7 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.cluster.ring_life_messages import ProbeReturned, StageLinked, StageReady, StageUnloaded
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
-from swarmnode.errors import NoSpace
+from swarmnode.errors import Conflict, LoadRefused, NoSpace
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.roles.coordinator import KEEP_AGAIN_S, Coordinator
 from swarmnode.roles.gateway import Gateway
@@ -104,7 +104,7 @@ async def test_a_load_that_was_answered_is_finished_by_the_next_coordinator(
         await trio.sleep(60)
         assert successor.told == "ready"
         (ring,) = successor.coordinator.rings.values()
-        assert (ring.dtype, len(successor.state.rings)) == ("bfloat16", 1)
+        assert (ring.dtype, ring.epoch, len(successor.state.rings)) == ("bfloat16", 2, 1)
         nursery.cancel_scope.cancel()
 
 
@@ -139,4 +139,31 @@ async def test_a_ring_that_is_up_is_written_down_as_soon_as_the_disk_takes_it(
         house.replica.full = False
         await trio.sleep(KEEP_AGAIN_S)
         assert [record["stages"][0]["spec"]["ring"] for record in house.state.rings] == [ring.ring]
+        nursery.cancel_scope.cancel()
+
+
+async def test_ring_epochs_go_on_where_the_coordinator_before_left_no_ring(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        for _ in range(3):
+            with pytest.raises(LoadRefused):
+                await house.gateway.load(MODEL, LoadOptions(num_stages=2))
+        status = await house.gateway.load(MODEL, LoadOptions())
+        assert status["epoch"] == 1, "a load that is refused has none"
+        with pytest.raises(Conflict, match=r"scripted is loading \(ring epoch 1\); wait"):
+            await house.gateway.load(MODEL, LoadOptions())
+        await house.gateway.unload(MODEL, force=True)
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        successor = House(tmp_path)
+        successor.loads = True
+        await nursery.start(successor.coordinator.run)
+        successor.join()
+        assert (await successor.gateway.load(MODEL, LoadOptions(wait=True)))["epoch"] == 2
+        with pytest.raises(Conflict, match=r"over 1 stages in \w+ \(ring epoch 2\); unload it first"):
+            await successor.gateway.load(MODEL, LoadOptions(num_stages=2))
         nursery.cancel_scope.cancel()
