@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TYPE_CHECKING
 
 from sims import timeline
 from sims.timeline import Stuck, Timeline, Violation
@@ -32,6 +34,9 @@ from swarmnode.cluster.election_messages import (
 from swarmnode.cluster.fence import Fence
 from swarmnode.errors import StaleTerm
 from swarmnode.ids import NodeId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LATE_COMMAND_S = 5.0
 """A command's mean way to a peer: long enough that elections overtake it."""
@@ -80,11 +85,12 @@ class VotersWorld(Timeline):
         """By term: who was elected, or followed by another."""
         self.elected_s: list[float] = []
         self.faults = 0
-        self.peer = fence()
-        """A node that takes commands of whoever coordinates."""
+        names = [NodeId(f"v{index}") for index in range(count)]
+        self.obeying = names[0]
+        """A voter that holds stages besides, and takes commands of whoever coordinates."""
+        self.peer = fence(voted=lambda: self.voters[self.obeying].disk.term)
         self.obeyed: list[int] = []
         """The terms of the commands it carried out."""
-        names = [NodeId(f"v{index}") for index in range(count)]
         first = Entry(0, 1, tuple(names), _document(set()))
         self.voters = {name: Voter(name, Stored(0, None, first)) for name in names}
         self.cut: set[tuple[NodeId, NodeId]] = set()
@@ -180,13 +186,24 @@ class VotersWorld(Timeline):
 
     def _command(self, term: int) -> None:
         """Tell the peer something; on a bad line it arrives when another may coordinate."""
-        self.at(self.now_s + self.random.expovariate(1 / LATE_COMMAND_S), lambda: self._obey(term))
+        self._late(lambda: self._meet(term))
+
+    def _late(self, happens: Callable[[], None]) -> None:
+        self.at(self.now_s + self.random.expovariate(1 / LATE_COMMAND_S), happens)
+
+    def _meet(self, term: int) -> None:
+        """The peer connects; the command comes after that."""
+        with suppress(StaleTerm):
+            self.peer.admit(term)
+            self._late(lambda: self._obey(term))
 
     def _obey(self, term: int) -> None:
         try:
-            self.peer.admit(term)
+            self.peer.check(term)
         except StaleTerm:
             return
+        if term < (voted := self.voters[self.obeying].disk.term):
+            raise Violation(f"a command of term {term} was carried out by a voter of term {voted}")
         if self.obeyed and term < self.obeyed[-1]:
             raise Violation(f"a command of term {term} was carried out after one of term {self.obeyed[-1]}")
         self.obeyed.append(term)

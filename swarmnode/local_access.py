@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from swarmnode.private_files import write_private
+from swarmnode.private_files import keep_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,8 @@ def make_local_access(url: str, certificate: Path | None) -> LocalAccess:
 
 
 def write_local_access(data_dir: Path, access: LocalAccess) -> None:
-    write_private(data_dir / FILE_NAME, json.dumps(asdict(access)).encode())
+    """Raises NoSpace."""
+    keep_private(data_dir / FILE_NAME, json.dumps(asdict(access)).encode())
 
 
 def forget_local_access(data_dir: Path) -> None:

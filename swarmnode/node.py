@@ -281,7 +281,7 @@ class _Node:
             places,
             self._options.resources,
             ShardStore(self._settings.model_cache),
-            PeerMembership(kept, tls, renews=not coordinator),
+            PeerMembership(kept, tls, renews=not coordinator, voted=self._voted),
             None if port is None else port.follow,
             stands_at,
         )
@@ -298,8 +298,11 @@ class _Node:
 
     def _standing(self, kind: str) -> int:
         """The term to answer with; raises NotCoordinator for a coordinator's channel that this node does not serve."""
-        if kind in COORDINATOR_KINDS:
-            self._office_for(kind)
+        coordinator = self._office_for(kind).coordinator if kind in COORDINATOR_KINDS else None
+        return self._voted() if coordinator is None else coordinator.term
+
+    def _voted(self) -> int:
+        """The term that this node knows of as a voter."""
         return 0 if self._voting is None else self._voting.term
 
     async def _serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from swarmnode.errors import NoSpace
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 PRIVATE_MODE = 0o600
@@ -38,3 +42,20 @@ def write_private(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def keep_private(path: Path, data: bytes) -> None:
+    """`write_private`; raises NoSpace."""
+    with unwritable_as_no_space(path):
+        write_private(path, data)
+
+
+@contextmanager
+def unwritable_as_no_space(path: Path) -> Iterator[None]:
+    """What the disk does not take is said with the path and what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise NoSpace(
+            f"{path} cannot be written: {error.strerror}; free some space there, or let this user write it"
+        ) from error

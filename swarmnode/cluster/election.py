@@ -151,6 +151,10 @@ class Election:
         """A majority holds an entry of this voter's own term: what it says goes."""
         return self.role is Role.COORDINATOR and self.committed[0] == self.term
 
+    def coordinates_at(self, now: float) -> bool:
+        """The same, before the timer came that looks at the time: a machine that slept may have a successor."""
+        return self.coordinates and now < self._quorum_ends_s()
+
     def up_to_date(self, now: float) -> frozenset[NodeId]:
         """The nodes that answered this coordinator a moment ago, and hold all that it holds."""
         return frozenset(

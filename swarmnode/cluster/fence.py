@@ -6,22 +6,29 @@ A lease does not stop a command that is already on its way; a receiver that has 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from swarmnode.errors import StaleTerm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(slots=True)
 class Fence:
-    """The latest term that was heard, of whichever coordinator."""
+    """The latest term that a coordinator was heard in. A node that votes knows of one before it hears its
+    coordinator: `voted` gives the latest that it voted in, or was told by another voter."""
 
     term: int = 0
+    voted: Callable[[], int] = lambda: 0
 
     def check(self, term: int) -> None:
         """Let a command of `term` pass; raises StaleTerm."""
-        if term < self.term:
+        latest = max(self.term, self.voted())
+        if term < latest:
             raise StaleTerm(
-                f"the command is of term {term}, and a coordinator of term {self.term} was heard here; "
-                "whoever sent it does not coordinate any more"
+                f"the coordinator of term {term} speaks, and term {latest} has begun, as this node knows; "
+                "whoever sent this does not coordinate any more"
             )
 
     def admit(self, term: int) -> None:

@@ -19,7 +19,8 @@ MAX_SEATED = 16
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """A node that holds the swarm's key; `places` are where it answers (`wire.address`), as it was dialled back."""
+    """A node that holds the swarm's key; `places` are where it answers (`wire.address`). A coordinator dialled it back
+    at the first of them, and found the others fit to be dialled."""
 
     node: NodeId
     name: str

@@ -40,32 +40,32 @@ class DialBacks:
     async def answer(self, asked_by: Identity, source: str) -> Frame:
         """Try the address that a peer's HELLO tells others to dial; only this address, and only for a TLS handshake."""
         try:
-            text = await self.dial(asked_by, source)
+            text = await self.dial(asked_by.node, _advertised(asked_by), source)
             ok = True
         except SwarmError as error:
             came_from = f"; your packets come from {source}" if source else ""
             ok, text = False, f"{error.message}{came_from}"
         return Frame("dialed_back", {"ok": ok, "message": text[:MAX_MESSAGE_CHARS], "time_s": time.time()})
 
-    async def dial(self, asked_by: Identity, source: str) -> str:
-        """The same; raises what kept it from being reached, or Overloaded where it asks too often."""
+    async def dial(self, node: NodeId, named: Address, source: str) -> str:
+        """Try an address of `node`, which asks from `source`; raises what kept it from being reached, or Overloaded
+        where it asks too often."""
         if not isinstance(self._transport, DirectTransport) or self._transport.tls is None:
             raise LinkBroken("this coordinator does not dial directly")
-        budget = self._budgets.setdefault(asked_by.node, Budget(BURST, PER_S))
-        if asked_by.node in self._busy or not budget.spend(trio.current_time()):
+        budget = self._budgets.setdefault(node, Budget(BURST, PER_S))
+        if node in self._busy or not budget.spend(trio.current_time()):
             budget.left = max(budget.left, 0.0)
             raise Overloaded("the coordinator has dialled this node too often; ask again in a minute")
-        self._busy.add(asked_by.node)
+        self._busy.add(node)
         try:
-            named = _advertised(asked_by)
             address = await resolved(named, source)
-            await reach(self._transport.tls, address, asked_by.node)
+            await reach(self._transport.tls, address, node)
         except AnotherAnswers:
             raise LinkBroken(f"another node answers at {named}") from None
         except (LinkBroken, ProtocolError):
             raise LinkBroken(f"this node was not reached at {named}") from None
         finally:
-            self._busy.discard(asked_by.node)
+            self._busy.discard(node)
         return f"{named} answers, seen from the coordinator"
 
 

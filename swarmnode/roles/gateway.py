@@ -19,6 +19,7 @@ from swarmnode.errors import (
     ModelNotLoaded,
     ModelRestoring,
     ModelUnloading,
+    NoSpace,
     PeerNotFound,
     StageLost,
 )
@@ -108,11 +109,12 @@ class Gateway:
         ring = self._coordinator.rings.of_model(model_id)
         again = ring is not None and ring.state == "loading" and self._state(model_id) == "restoring"
         if ring is not None and ring.state != "ready" and not again:
-            raise Conflict(f"{model} is {ring.state}; wait until that is over")
+            raise Conflict(f"{model} is {ring.state} (ring epoch {ring.epoch}); wait until that is over")
         if ring is not None and not _same(ring, options):
-            raise Conflict(f"{model} is loaded over {len(ring.specs)} stages in {ring.dtype}; unload it first")
+            how = f"over {len(ring.specs)} stages in {ring.dtype} (ring epoch {ring.epoch})"
+            raise Conflict(f"{model} is loaded {how}; unload it first")
         if ring is None:
-            ring = self._coordinator.rings.start(model_id, options)
+            ring = await self._begin(model_id, options)
         self._coordinator.rings.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
@@ -121,6 +123,16 @@ class Gateway:
                 await ring.over.wait()
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
         return self.status(model)
+
+    async def _begin(self, model: ModelId, options: LoadOptions) -> LoadedRing:
+        """A load is written down before anybody hears that it is under way; what cannot be is taken back."""
+        ring = self._coordinator.rings.start(model, options)
+        try:
+            await self._coordinator.rings.keep()
+        except (Conflict, NoSpace):
+            await ring.unload(force=True)
+            raise
+        return ring
 
     def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
@@ -392,6 +404,7 @@ def _ring_status(ring: LoadedRing) -> dict[str, Any]:
     stages = [_stage_status(ring, index) for index in range(len(ring.specs))]
     return {
         "ring": ring.ring,
+        "epoch": ring.epoch,
         "dtype": ring.dtype,
         "quantization": ring.quantization,
         "notice": ring.notice,

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from cryptography import x509
 
 from swarmnode.cluster.membership import next_incarnation
-from swarmnode.errors import Conflict, InvalidRequest, NoSpace, ProtocolError
-from swarmnode.private_files import read_bounded, write_private
+from swarmnode.errors import Conflict, InvalidRequest, ProtocolError
+from swarmnode.private_files import keep_private, read_bounded, unwritable_as_no_space
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Place, parse_place
 from swarmnode.wire.tls import CredentialFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from swarmnode.ids import NodeId
@@ -68,9 +68,9 @@ class NodeIdentity:
     def keep(self) -> None:
         """From now on this key is the node's, at its next start, too."""
         if not self.kept:
-            with _unwritable_as_no_space(self.folder):
+            with unwritable_as_no_space(self.folder):
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _keep(self.folder / KEY, certs.key_to_pem(self.key))
+            keep_private(self.folder / KEY, certs.key_to_pem(self.key))
             self.kept = True
 
     def discard(self) -> None:
@@ -140,7 +140,7 @@ class NodeIdentity:
 
     def _write(self, path: Path, data: bytes) -> None:
         self.keep()
-        _keep(path, data)
+        keep_private(path, data)
 
     def check_swarm(self, ca_hash: bytes) -> None:
         """Raises Conflict where this node belongs to a swarm with another CA."""
@@ -169,7 +169,7 @@ class SwarmAuthority:
             raise ProtocolError(f"the swarm's key cannot be read: {error}") from None
         if member is None or member.ca.public_key() != key.public_key():
             raise ProtocolError("the key that came is not that of this swarm's CA")
-        _keep(identity.folder / CA_KEY, key_pem)
+        keep_private(identity.folder / CA_KEY, key_pem)
         return cls(member.ca, key)
 
     @classmethod
@@ -193,10 +193,10 @@ class SwarmAuthority:
             )
         if key is None:
             key = certs.new_key()
-            _keep(path, certs.key_to_pem(key))
+            keep_private(path, certs.key_to_pem(key))
         if certificate is None:
             certificate = certs.new_ca(key, now)
-            _keep(identity.files.ca, certs.to_pem(certificate))
+            keep_private(identity.files.ca, certs.to_pem(certificate))
         if certificate.public_key() != key.public_key():
             raise InvalidRequest(f"{identity.files.ca} is not the certificate of {path}; restore them together")
         return cls(certificate, key)
@@ -219,21 +219,6 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     except (OSError, ValueError, TypeError) as error:
         raise InvalidRequest(
             f"{path} cannot be read ({error!s:.200}); restore it, or remove {path.parent} to become a new node"
-        ) from error
-
-
-def _keep(path: Path, data: bytes) -> None:
-    with _unwritable_as_no_space(path):
-        write_private(path, data)
-
-
-@contextmanager
-def _unwritable_as_no_space(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NoSpace(
-            f"{path} cannot be written: {error.strerror}; free some space there, or let this user write it"
         ) from error
 
 

@@ -114,12 +114,19 @@ class PeerMembership:
     """A connected peer's part: it asks for the next certificate in time, and drops who was removed."""
 
     def __init__(
-        self, identity: NodeIdentity, tls: SwarmTls, *, renews: bool = True, clock: Callable[[], float] = time.time
+        self,
+        identity: NodeIdentity,
+        tls: SwarmTls,
+        *,
+        renews: bool = True,
+        clock: Callable[[], float] = time.time,
+        voted: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`renews` False: this process is the coordinator, too, and certifies itself. `clock` gives Unix seconds."""
+        """`renews` False: this process is the coordinator, too, and certifies itself. `clock` gives Unix seconds,
+        `voted` the term that this node knows of as a voter."""
         self._identity = identity
         self._tls = tls
-        self._fence = Fence(identity.term())
+        self._fence = Fence(identity.term(), voted)
         self.incarnation = identity.incarnation()
         self._renews = renews
         self._clock = clock
@@ -161,7 +168,7 @@ class PeerMembership:
             self.incarnation = next_incarnation(self.incarnation, above)
 
     def check_term(self, term: int) -> None:
-        """A command names its term. Raises StaleTerm."""
+        """A coordinator of `term` says something. Raises StaleTerm."""
         self._fence.check(term)
 
     def take_places(self, body: dict[str, Any], here: Sequence[Place]) -> tuple[Place, ...]:

@@ -106,6 +106,11 @@ class LoadedRing:
         return self.specs[0].ring
 
     @property
+    def epoch(self) -> int:
+        """Its load's; a later load has a larger one, whatever was loaded and whoever coordinated."""
+        return self.specs[0].epoch[0]
+
+    @property
     def model(self) -> str:
         return self.specs[0].model
 
@@ -283,7 +288,7 @@ class LoadedRing:
                 spec = self.specs[stage]
                 self._post(self.life.nodes[stage], Frame("load", spec.header(), pack_body(spec.body())))
             case SendLink(stage=stage, next_address=address, links=links):
-                where = {"ring": self.ring, "stage": stage, "epoch": [self.specs[stage].epoch[0], links]}
+                where = {"ring": self.ring, "stage": stage, "epoch": [self.epoch, links]}
                 frame = Frame("link", where, pack_body({"next": self._addresses_after(stage) or [address]}))
                 self._post(self.life.nodes[stage], frame)
             case SendProbe():

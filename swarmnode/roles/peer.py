@@ -148,8 +148,8 @@ class Peer:
         async with roads.to_coordinator("control") as control:
             roads.places = tuple(place for place in roads.known if str(place) == control.way.name)
             async with roads.to_coordinator("requests") as requests:
-                for welcome in (control.up.welcome, requests.up.welcome):
-                    await self._member.admit_term(0 if welcome is None else welcome.identity.term)
+                for channel in (control.up, requests.up):
+                    await self._member.admit_term(_term_of(channel))
                 self._context.emit("joined", {"coordinator": control.way.name, "route": requests.way.route})
                 await self._serve_connected(control.up, requests.up)
 
@@ -200,6 +200,7 @@ class Peer:
                 if self._follow is not None:
                     nursery.start_soon(self._follow)
                 async for frame in requests:
+                    self._check_term(frame, requests)
                     self._take(frame, nursery)
                 raise LinkBroken("the coordinator closed the connection")
         except SwarmError as error:
@@ -269,6 +270,7 @@ class Peer:
                 frame = await control.receive()
             except trio.EndOfChannel:
                 raise LinkBroken("the coordinator closed the connection") from None
+            self._check_term(frame, control)
             watch.heard()
             if frame.kind == "heard":
                 self._beats.acknowledged(frame.header["seq"] + 1, trio.current_time())
@@ -296,10 +298,12 @@ class Peer:
         except SwarmError as error:  # the caller hears of it from its own end
             _log.info("a call through the relay ended: %s", error)
 
+    def _check_term(self, frame: Frame, channel: Channel) -> None:
+        """What names no term is of the one in which the coordinator answered on its channel. Raises StaleTerm."""
+        self._member.check_term(frame.header.get("term", _term_of(channel)))
+
     def _take(self, frame: Frame, nursery: trio.Nursery) -> None:
         """One frame of the coordinator; only a load starts anything new."""
-        if frame.kind == "load" or frame.kind in RING_COMMANDS - {"open"}:
-            self._member.check_term(frame.header.get("term", 0))
         if frame.kind == "load":
             holding = self._holding or nursery
             holding.start_soon(self._hold, LoadSpec.read(frame.header, unpack_body(frame.body)))
@@ -353,6 +357,11 @@ class Peer:
             del self._hosts[spec.ring]
             self._logs.note_ended(host)
             self._context.traffic.forget_ring(spec.ring)
+
+
+def _term_of(channel: Channel) -> int:
+    """In which the coordinator at its other end coordinates."""
+    return 0 if channel.welcome is None else channel.welcome.identity.term
 
 
 def _texts(value: object) -> list[str]:

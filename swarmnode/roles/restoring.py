@@ -1,7 +1,8 @@
 """Models that are to stay loaded: what the coordinator knows of each of them, and loads again when its ring is lost.
 
 A model is wanted from the moment its ring first served: whoever asks for a load that fails is told so, and nothing is
-tried again behind their back. It is let go when its ring is unloaded, was idle for too long, or makes room.
+tried again behind their back. It is let go when its ring is unloaded, was idle for too long, or makes room. A load that
+is under way is written down beside those, so that whoever coordinates next finishes it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Restoring:
         self._load = load
         self._emit = emit
         self._wanted: dict[ModelId, _Wanted] = {}
+        self._begun: dict[RingId, tuple[ModelId, _Wanted]] = {}
+        """Loads that somebody asked for, which are neither up nor over."""
         self._asked: dict[RingId, LoadOptions] = {}
         """What the rings that are there were loaded with."""
         self._tries: set[RingId] = set()
@@ -91,7 +94,8 @@ class Restoring:
 
     def records(self, leaving: Collection[str]) -> list[dict[str, Any]]:
         """As JSON values, without the models that are being unloaded."""
-        return [_record(model, wanted) for model, wanted in sorted(self._wanted.items()) if model not in leaving]
+        kept = {**self._wanted, **dict(self._begun.values())}
+        return [_record(model, kept[model]) for model in sorted(kept) if model not in leaving]
 
     def forget(self, model: ModelId) -> None:
         """It is not to be loaded again."""
@@ -105,7 +109,9 @@ class Restoring:
     def begun(self, ring: LoadedRing, options: LoadOptions, *, asked: bool) -> None:
         """A load has begun, because somebody asked for it or because it was due."""
         self._asked[ring.ring] = options
-        if not asked:
+        if asked:
+            self._begun[ring.ring] = ModelId(ring.model), _Wanted(replace(options, prefer=()), ring.life.nodes)
+        else:
             self._tries.add(ring.ring)
         self._driver.feed(LoadBegun(ModelId(ring.model)))
 
@@ -121,13 +127,13 @@ class Restoring:
         known = self._wanted.get(model)
         options = self._asked.get(ring.ring) or (known.options if known is not None else _options_of(ring))
         self._wanted[model] = _Wanted(replace(options, prefer=()), ring.life.nodes)
-        self._tries.discard(ring.ring)
+        self._settle(ring)
         self._driver.feed(RingUp(model))
 
     def over(self, ring: LoadedRing) -> None:
         """Its memory is back; a ring that was lost is loaded again."""
         self._asked.pop(ring.ring, None)
-        self._tries.discard(ring.ring)
+        self._settle(ring)
         model = ModelId(ring.model)
         wanted, lost = self._wanted.get(model), ring.life.error
         if ring.draining or lost is None:
@@ -141,10 +147,16 @@ class Restoring:
                 self._wait(model, wanted, f"another try, since the last one failed: {lost.message}")
         self.room_changed()
 
+    def _settle(self, ring: LoadedRing) -> None:
+        self._begun.pop(ring.ring, None)
+        self._tries.discard(ring.ring)
+
     def drop_peers(self, removed: Collection[str]) -> None:
         """Who was removed does not come back under that identity: where it was named, any peers will do from now on."""
         for ring, options in self._asked.items():
             self._asked[ring] = _without(options, removed)
+        for _, begun in self._begun.values():
+            begun.options = _without(begun.options, removed)
         for model, wanted in self._wanted.items():
             options = _without(wanted.options, removed)
             if options != wanted.options:

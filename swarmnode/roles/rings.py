@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.frames import Frame
 
+KEEP_AGAIN_S = 5.0
+"""After the disk did not take it: people make room meanwhile."""
 LEFT_OUT_TOLD = 8
 """Peers without a stage that a load's event names; its status has them all."""
 
@@ -113,8 +115,8 @@ class Rings:
         `asked` for takes no other ring's place."""
         if self._nursery is None:
             raise RuntimeError("start before run")
-        self._epoch += 1
         planned, leaving = self.plan(model, options, evict=asked)
+        self._epoch += 1
         self.lifecycle.evict(leaving, model)
         ring = self.make(planned)
         self.running[ring.ring] = ring
@@ -140,7 +142,7 @@ class Rings:
             known = replace(of_model, measured=partial(self._peers.machines.seen, now=trio.current_time()))
             layers = manifest.architecture.num_layers
             offers = with_kept(offers, members, model, layers, self._over.get(model))
-            return plan_ring(manifest, options, offers, self._context.settings, ring_id, self._epoch, known)
+            return plan_ring(manifest, options, offers, self._context.settings, ring_id, self._epoch + 1, known)
 
         try:
             planned, leaving = self.lifecycle.find_room(members.values(), plan, evict=evict)
@@ -177,6 +179,7 @@ class Rings:
         if self._state is None:
             return
         self.restoring.remember(self._state.desired)
+        self._epoch = self._state.epoch
         for record in self._state.rings:
             try:
                 planned = from_record(record)
@@ -184,7 +187,7 @@ class Rings:
                 _log.warning("a ring of before cannot be taken over: %s", error)
                 continue
             ring = self.make(planned, adopted=True)
-            self._epoch = max(self._epoch, planned.specs[0].epoch[0])
+            self._epoch = max(self._epoch, ring.epoch)
             self.running[ring.ring] = ring
             self.restoring.up(ring)
             nursery.start_soon(self.lifecycle.serve, ring)
@@ -198,19 +201,25 @@ class Rings:
         for ring in running:
             self.restoring.up(ring)
         leaving = {ring.model for ring in self.running.values() if ring.draining or hides(ring.model)}
-        await self._state.keep_rings([to_record(r.planned) for r in running], self.restoring.records(leaving))
+        records = [to_record(ring.planned) for ring in running]
+        await self._state.keep_rings(records, self.restoring.records(leaving), self._epoch)
 
-    async def keep_quietly(self) -> None:
-        """The same where nobody waits for it."""
+    async def keep_quietly(self) -> bool:
+        """The same where nobody waits for it; whether it is written down."""
         try:
             await self.keep()
         except NOT_KEPT as error:
             _log.warning("the rings that run cannot be written down, and a restart will not find them: %s", error)
+            return False
+        return True
 
     async def _keep_when_ready(self, ring: LoadedRing) -> None:
+        """Again and again: a successor unloads a ring that it does not know of."""
         await ring.settled.wait()
-        if ring.runs:
-            await self.keep_quietly()
+        while ring.runs:
+            if await self.keep_quietly():
+                return
+            await trio.sleep(KEEP_AGAIN_S)
 
     # models that go
 

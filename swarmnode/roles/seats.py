@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.cluster.voter_book import Seated, lacking_without, next_voters
-from swarmnode.errors import Conflict, Forbidden, SwarmError
+from swarmnode.errors import Conflict, Forbidden, InvalidRequest, SwarmError
+from swarmnode.roles.dialing_back import resolved
 from swarmnode.roles.enrolment import VOTER_ROLES, own_request, places_of
 from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.wire import certificates as certs
-from swarmnode.wire.address import ApiUrl, parse_address, parse_place
+from swarmnode.wire.address import Address, ApiUrl, parse_address, parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
     from swarmnode.cluster.voter_book import VoterBook
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.enrolment import Enrolment
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.roles.voting import Caller, Voting
+    from swarmnode.wire.address import Place
     from swarmnode.wire.certificates import NodeCertificate
     from swarmnode.wire.link import Channel, Hello
 
@@ -99,13 +101,13 @@ class Seats:
             return
         self._looked_s[here.node] = now
         try:
-            listen = tuple(str(parse_address(text)) for text in here.listen)
-            await self._dial_backs.dial(here, caller.source)
+            listen = [parse_address(text) for text in here.listen]
+            await self._check(listen, here.node, caller.source)
         except SwarmError as error:
             _log.warning("%s says that it is at %s now: %s", seat.name, ", ".join(here.listen), error)
             return
         apis = (place for place in seat.places if isinstance(parse_place(place), ApiUrl))
-        moved = replace(seat, places=(*listen, *apis)[:MAX_PLACES])
+        moved = replace(seat, places=(*map(str, listen), *apis)[:MAX_PLACES])
         await self._state.change_seats(lambda seats, _: seats.seat(moved))
         self._tell_seated(moved)
 
@@ -135,18 +137,27 @@ class Seats:
         for one that can already, from where it says it is."""
         try:
             body = unpack_body(frame.body)
-            places = tuple(map(str, places_of(body, MAX_PLACES)))
-            record = Seated(hello.identity.node, hello.identity.name, places)
+            places = places_of(body, MAX_PLACES)
+            record = Seated(hello.identity.node, hello.identity.name, tuple(map(str, places)))
             if self._state.seats.get(record.node) == record and _coordinates(channel.certified):
                 return None
             if not self._admits and self._state.seats.get(record.node) is None:
                 raise Forbidden("this swarm takes no more voters (SWARM_ADMIT_VOTERS=0 at the coordinator)")
             # what was polled or relayed comes from a tunnel's end, which may be on this machine
-            await self._dial_backs.dial(hello.identity, channel.source if channel.route == DIRECT else "")
+            await self._check(places, record.node, channel.source if channel.route == DIRECT else "")
             return await self._seat(record, own_request(record.node, body))
         except SwarmError as error:
             self._emit("seat_refused", {"name": hello.identity.name, "why": error.message})
             return Frame("no_seat", {"message": error.message})
+
+    async def _check(self, places: Sequence[Place], node: NodeId, source: str) -> None:
+        """All voters will dial these: the first is dialled now. Raises what is wrong with one of them."""
+        first, *others = places
+        if not isinstance(first, Address):
+            raise InvalidRequest(f"the first place of a voter is its swarm port, and {first} is none")
+        for place in others:
+            await resolved(place if isinstance(place, Address) else place.address, source)
+        await self._dial_backs.dial(node, first, source)
 
     async def _seat(self, record: Seated, request: bytes) -> Frame:
         certificate, key = self._enrolment.authority.seat(request, VOTER_ROLES, self._enrolment.now)

@@ -41,6 +41,8 @@ class SwarmDocument:
     """Those that run; see `ring_record`."""
     desired: tuple[Mapping[str, Any], ...] = ()
     """Models that are loaded again when their rings are lost; see `restoring`."""
+    epoch: int = 0
+    """Of the latest ring: each load that begins has the next one."""
 
     def draft(self) -> SwarmDocument:
         """A copy whose books may be changed."""
@@ -66,6 +68,7 @@ class SwarmDocument:
             "removed": dict(self.removed),
             "rings": list(self.rings),
             "desired": list(self.desired),
+            "epoch": self.epoch,
         }
         data = json.dumps(content, separators=(",", ":")).encode()
         if len(data) > MAX_DOCUMENT_BYTES:
@@ -98,6 +101,7 @@ def decode_document(data: bytes) -> SwarmDocument:
             removed=_read_removed(content.get("removed", {})),
             rings=tuple(content.get("rings", ())),
             desired=tuple(content.get("desired", ())),
+            epoch=int(content.get("epoch", 0)),
         )
     except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"it lacks a part or has a wrong one ({error!r:.200})") from error

@@ -97,6 +97,11 @@ class SwarmState:
         return self._document.desired
 
     @property
+    def epoch(self) -> int:
+        """See `SwarmDocument.epoch`."""
+        return self._document.epoch
+
+    @property
     def version(self) -> int:
         return self._replica.entry.version
 
@@ -136,10 +141,12 @@ class SwarmState:
                 desired=tuple(record for record in before.desired if record.get("model") != model),
             )
 
-    async def keep_rings(self, rings: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The records of all rings that whoever coordinates next should find again, and of all models that it should
-        load again where it does not."""
-        await self._put(rings=tuple(rings), desired=tuple(desired))
+    async def keep_rings(
+        self, rings: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]] = (), epoch: int = 0
+    ) -> None:
+        """The records of all rings that whoever coordinates next should find again, of all models that it should load
+        again where it does not, and the latest ring's epoch."""
+        await self._put(rings=tuple(rings), desired=tuple(desired), epoch=max(self.epoch, epoch))
 
     async def _put(self, **parts: object) -> None:
         async with self._changing:

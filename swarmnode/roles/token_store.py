@@ -11,7 +11,7 @@ import trio
 
 from swarmnode.cluster.token_book import SECRET_BYTES, TokenBook
 from swarmnode.errors import InvalidRequest
-from swarmnode.private_files import read_bounded, write_private
+from swarmnode.private_files import keep_private, read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +25,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class TokenStore:
-    """Implements `api.auth.Tokens`. A change is on disk before it is answered, and takes effect only then."""
+    """Implements `api.auth.Tokens`. A change is on disk before it is answered, and takes effect only then: on that of
+    the other voters, where it is shared, and then here. What cannot be written raises NoSpace."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class TokenStore:
         self._path = path
         self._required = required
         self._clock = clock
-        self._book = _read(path)
+        self._book = self._written = _read(path)
         self._changing = trio.Lock()
         self._watchers: list[Callable[[str], None]] = []
 
@@ -72,15 +73,18 @@ class TokenStore:
     async def revoke(self, token_id: str) -> TokenRecord:
         async with self._changing:
             book, record = self._book.revoke(token_id, self._clock())
-            await self._keep(book)
-        for watcher in self._watchers:
-            watcher(record.id)
+            try:
+                await self._keep(book)
+            finally:
+                if self._book is book:
+                    for watcher in self._watchers:
+                        watcher(record.id)
         return record
 
     async def take(self, book: TokenBook) -> None:
         """Replace them all by what the swarm's voters agreed on."""
         async with self._changing:
-            if book != self._book:
+            if book != self._written:
                 await self._write(book)
 
     @property
@@ -88,15 +92,19 @@ class TokenStore:
         return self._book
 
     async def _keep(self, book: TokenBook) -> None:
+        """What the other voters agreed to counts, whatever this disk says to it, and whether somebody still waits for
+        it or not: a share ends within a bound of its own."""
         if self._share is not None:
-            await self._share(book)
+            with trio.CancelScope(shield=True):
+                await self._share(book)
+                self._book = book
         await self._write(book)
 
     async def _write(self, book: TokenBook) -> None:
         """In a thread: an fsync can take a disk's second. Once begun it is not abandoned."""
         text = json.dumps({"version": VERSION, "tokens": book.as_json()}, indent=1)
-        await trio.to_thread.run_sync(write_private, self._path, text.encode())
-        self._book = book
+        await trio.to_thread.run_sync(keep_private, self._path, text.encode())
+        self._book = self._written = book
 
 
 def _read(path: Path) -> TokenBook:

@@ -105,7 +105,8 @@ class Voting:
 
     @property
     def coordinates(self) -> bool:
-        return self._election.coordinates
+        """By the clock, too: false from the first moment after a machine slept for too long."""
+        return self._election.coordinates_at(self._clock())
 
     @property
     def coordinator(self) -> NodeId | None:

@@ -137,7 +137,7 @@ _ERROR = (_key("code", _CODE), _key("message", _MESSAGE))
 _RING_STAGE = (_key("ring", _ID), _key("stage", _STAGE))
 _PROGRESS = (_key("phase", Text(32)), _key("done", _COUNT), _key("total", _COUNT))
 _TERM = _maybe("term", _COUNT)
-"""Of the coordinator that says it; without one, the first of all."""
+"""Of the coordinator that says it; without one, that of its WELCOME."""
 _CHANNEL_PARAMETERS = (_maybe("ring", _ID), _maybe("epoch", _EPOCH), _maybe("lane", _LANE), _maybe("stage", _STAGE))
 
 

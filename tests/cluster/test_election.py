@@ -331,3 +331,11 @@ def test_the_fence_lets_no_earlier_term_through() -> None:
         assert fence.term == term
     with pytest.raises(StaleTerm, match="term 4"):
         fence.admit(4)
+
+
+def test_the_fence_of_a_voter_knows_its_votes() -> None:
+    fence = Fence(5, voted=lambda: 7)
+    fence.check(7)
+    for refuse in (fence.check, fence.admit):
+        with pytest.raises(StaleTerm, match="term 6 speaks, and term 7 has begun"):
+            refuse(6)

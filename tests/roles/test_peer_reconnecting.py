@@ -46,6 +46,9 @@ class NoMembership:
     async def admit_term(self, term: int) -> None:
         assert term == 0
 
+    def check_term(self, term: int) -> None:
+        assert term == 0
+
 
 class Watched:
     """A peer on virtual time whose coordinator keeps every connection for `keep_s`, and when it came."""

@@ -413,7 +413,9 @@ async def test_rings_that_are_lost_one_after_another_are_no_failed_loads(world: 
 async def test_a_first_load_that_fails_is_not_tried_again(world: World, autojump_clock: object) -> None:
     world.broken = True
     ring = world.load("old")
+    assert [record["model"] for record in world.restoring.records(())] == ["old"], "while it is under way"
     await ring.over.wait()
+    assert world.restoring.records(()) == []
     await trio.sleep(1000)
     assert len(world.at("load")) == 2
     assert world.restored("old") is None

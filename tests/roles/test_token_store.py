@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
+import trio.testing
 
-from swarmnode.cluster.token_book import Scope
-from swarmnode.errors import InvalidRequest, TokenNotFound
+from swarmnode.cluster.token_book import Scope, TokenBook
+from swarmnode.errors import InvalidRequest, NoSpace, TokenNotFound
 from swarmnode.roles.token_store import MAX_FILE_BYTES, TokenStore
 
 if TYPE_CHECKING:
@@ -82,18 +85,64 @@ async def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     store.when_revoked(seen.append)
     (folder / "tokens.json").unlink()
     folder.rmdir()
-    with pytest.raises(OSError):
+    with pytest.raises(NoSpace, match=r"tokens\.json cannot be written: No such file"):
         await store.revoke(record.id)
-    with pytest.raises(OSError):
+    with pytest.raises(NoSpace):
         await store.issue("second", Scope.READ, None)
     assert store.authenticate(token) == record
     assert list(store.records()) == [record]
     assert seen == []
 
 
-async def test_changes_side_by_side_are_all_kept(tmp_path: Path) -> None:
-    import trio
+async def test_what_the_other_voters_agreed_to_counts_although_this_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A revoked token opens nothing from then on, and whoever uses it is cut off."""
+    shared: list[TokenBook] = []
+    seen: list[str] = []
 
+    async def share(book: TokenBook) -> None:
+        shared.append(book)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = TokenStore(tmp_path / "tokens.json", required=False, share=share)
+    record, token = await store.issue("mine", Scope.READ, None)
+    store.when_revoked(seen.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(NoSpace, match=r"tokens\.json cannot be written: No space left"):
+            await store.revoke(record.id)
+        with pytest.raises(NoSpace):
+            await store.take(shared[-1])
+    assert (store.authenticate(token), store.book, seen) == (None, shared[-1], [record.id])
+    await store.take(shared[-1])
+    assert TokenStore(tmp_path / "tokens.json", required=False).authenticate(token) is None
+
+
+async def test_a_change_that_is_shared_counts_although_its_caller_left(tmp_path: Path) -> None:
+    agreed, scope = trio.Event(), trio.CancelScope()
+
+    async def share(_: TokenBook) -> None:
+        await agreed.wait()
+
+    store = TokenStore(tmp_path / "tokens.json", required=False, share=share)
+
+    async def issue() -> None:
+        with scope:
+            await store.issue("mine", Scope.READ, None)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(issue)
+        await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        agreed.set()
+    assert [record.label for record in store.records()] == ["mine"]
+
+
+async def test_changes_side_by_side_are_all_kept(tmp_path: Path) -> None:
     store = TokenStore(tmp_path / "tokens.json", required=False)
     made: list[Any] = []
 

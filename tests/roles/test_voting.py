@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -207,10 +208,20 @@ async def test_a_coordinator_that_slept_is_none_before_it_does_anything(
 ) -> None:
     async with trio.open_nursery() as nursery:
         machines = await three(network, tmp_path, nursery)
+        assert machines[A].voting.coordinates
         machines[A].asleep_s = 3600.0
+        assert not machines[A].voting.coordinates
         with pytest.raises(NotCoordinator):
             await machines[A].voting.write(b'{"stale":1}', machines[A].voting.entry.version)
         nursery.cancel_scope.cancel()
+
+
+def test_a_voters_clock_goes_on_while_its_machine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unused: Any = None
+    voting = Voting(A, Ballot(tmp_path / "a.json"), unused, lambda _: {}, begins=True)
+    clocks = {time.CLOCK_BOOTTIME: 3600.0}
+    monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
+    assert voting._clock() == 3600.0
 
 
 async def test_a_change_that_a_full_disk_refuses_never_was(

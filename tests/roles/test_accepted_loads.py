@@ -1,0 +1,170 @@
+"""Loads that were answered before they were up: what is on disk of them by then, and who finishes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+from contexts import node_context
+from kept_alone import KeptAlone
+
+from swarmnode.api.backend import LoadOptions
+from swarmnode.catalog.registry import Registry
+from swarmnode.cluster.ring_life_messages import ProbeReturned, StageLinked, StageReady, StageUnloaded
+from swarmnode.compute.scripted_servable import write_scripted_servable
+from swarmnode.config import read_settings
+from swarmnode.errors import Conflict, LoadRefused, NoSpace
+from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.roles.coordinator import Coordinator
+from swarmnode.roles.gateway import Gateway
+from swarmnode.roles.members import Member
+from swarmnode.roles.reports import Beat
+from swarmnode.roles.rings import KEEP_AGAIN_S
+from swarmnode.roles.swarm_state import SwarmState
+from swarmnode.wire.link import Identity
+from swarmnode.wire.memory import MemoryNetwork
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from swarmnode.wire.frames import Frame
+
+MODEL, PEER = "scripted", NodeId("attic")
+CAPABILITIES = ("serve-n-stage", "serve-one-stage", "serve-concurrent", "serve-kv-budget")
+
+
+class Replica(KeptAlone):
+    full = False
+
+    async def write(self, document: bytes, expected: int, voters: tuple[NodeId, ...] | None = None) -> None:
+        if self.full:
+            raise NoSpace("No space left on device")
+        await super().write(document, expected, voters)
+
+
+class House:
+    """A coordinator that finds the document of the one before it, and one peer."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "models").exists():
+            write_scripted_servable(folder / "models", MODEL, {"default": [1]}, layers=2, stages=1)
+        self.replica = Replica(folder / "swarm.json")
+        self.state = SwarmState(self.replica)
+        context = node_context(
+            Identity(NodeId("house"), BootId("h"), "house"), MemoryNetwork(), read_settings(folder, environ={})
+        )
+        enrolment: Any = SimpleNamespace(nodes=())
+        self.coordinator = Coordinator(context, Registry(folder / "models"), enrolment, self.state)
+        self.gateway = Gateway(self.coordinator)
+        self.loads = False
+        """Whether the peer does what it is told to load; otherwise it takes for ever."""
+        outbox: Any = SimpleNamespace(post=self._obey)
+        identity = Identity(PEER, BootId("a"), "attic", capabilities=CAPABILITIES)
+        beat = Beat(memory_bytes=4 << 30, device="cpu", threads=1, stages=[])
+        self.peer = Member(identity, trio.CancelScope(), outbox=outbox, beat=beat)
+
+    def join(self) -> None:
+        self.coordinator.members[PEER] = self.peer
+        self.coordinator.rings.restoring.room_changed()
+
+    def _obey(self, frame: Frame) -> None:
+        ring = self.coordinator.rings.running[RingId(frame.header["ring"])]
+        match frame.kind:
+            case "load" if self.loads:
+                ring.feed(StageReady(0, "127.0.0.1:1", 4096))
+            case "link":
+                ring.feed(StageLinked(0, ring.life.links))
+            case "probe_ring":
+                ring.feed(ProbeReturned())
+            case "unload":
+                ring.feed(StageUnloaded(0))
+
+    @property
+    def told(self) -> str:
+        return str(self.gateway.status(MODEL)["state"])
+
+
+async def test_a_load_that_was_answered_is_finished_by_the_next_coordinator(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        status = await house.gateway.load(MODEL, LoadOptions(dtype="bfloat16"))
+        assert (status["state"], house.state.rings) == ("loading", ())
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        successor = House(tmp_path)
+        successor.loads = True
+        await nursery.start(successor.coordinator.run)
+        assert successor.told == "restoring"
+        successor.join()
+        await trio.sleep(60)
+        assert successor.told == "ready"
+        (ring,) = successor.coordinator.rings.running.values()
+        assert (ring.dtype, ring.epoch, len(successor.state.rings)) == ("bfloat16", 2, 1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_load_that_cannot_be_written_down_is_taken_back(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        house.replica.full = True
+        with pytest.raises(NoSpace):
+            await house.gateway.load(MODEL, LoadOptions())
+        assert (house.coordinator.rings.running, house.told) == ({}, "available")
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_ring_that_is_up_is_written_down_as_soon_as_the_disk_takes_it(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    """Whoever coordinates next would unload it otherwise."""
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        await house.gateway.load(MODEL, LoadOptions())
+        house.replica.full = True
+        (ring,) = house.coordinator.rings.running.values()
+        ring.feed(StageReady(0, "127.0.0.1:1", 4096))
+        await trio.sleep(2.5 * KEEP_AGAIN_S)
+        assert (house.told, house.state.rings) == ("ready", ())
+        house.replica.full = False
+        await trio.sleep(KEEP_AGAIN_S)
+        assert [record["stages"][0]["spec"]["ring"] for record in house.state.rings] == [ring.ring]
+        nursery.cancel_scope.cancel()
+
+
+async def test_ring_epochs_go_on_where_the_coordinator_before_left_no_ring(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        for _ in range(3):
+            with pytest.raises(LoadRefused):
+                await house.gateway.load(MODEL, LoadOptions(num_stages=2))
+        status = await house.gateway.load(MODEL, LoadOptions())
+        assert status["epoch"] == 1, "a load that is refused has none"
+        with pytest.raises(Conflict, match=r"scripted is loading \(ring epoch 1\); wait"):
+            await house.gateway.load(MODEL, LoadOptions())
+        await house.gateway.unload(MODEL, force=True)
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        successor = House(tmp_path)
+        successor.loads = True
+        await nursery.start(successor.coordinator.run)
+        successor.join()
+        assert (await successor.gateway.load(MODEL, LoadOptions(wait=True)))["epoch"] == 2
+        with pytest.raises(Conflict, match=r"over 1 stages in \w+ \(ring epoch 2\); unload it first"):
+            await successor.gateway.load(MODEL, LoadOptions(num_stages=2))
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,111 @@
+"""Who gets the swarm's key: only a node that is reached where the other voters will look for it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+from kept_alone import ALONE, state_at
+
+from swarmnode.cluster.voter_book import Seated
+from swarmnode.ids import BootId
+from swarmnode.roles.dialing_back import DialBacks
+from swarmnode.roles.enrolment import Enrolment, certify_self
+from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
+from swarmnode.roles.seats import Seats
+from swarmnode.wire import certificates as certs
+from swarmnode.wire.address import Address
+from swarmnode.wire.bodies import pack_body, unpack_body
+from swarmnode.wire.direct import DirectTransport
+from swarmnode.wire.frames import Frame
+from swarmnode.wire.link import Identity
+from swarmnode.wire.routes import DIRECT
+from swarmnode.wire.tls import SwarmTls
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+HOME = "127.0.0.1"
+
+
+class House:
+    """A coordinator's seats, and an attic that listens where `at` says and asks for one."""
+
+    def __init__(self, folder: Path) -> None:
+        kept = NodeIdentity.open(folder / "house")
+        authority = SwarmAuthority.open(kept, time.time())
+        certify_self(authority, kept, ("coordinator", "peer"), time.time())
+        tls, unused = SwarmTls(kept.files, enrolment=True), None
+        self.state = state_at(folder / "swarm.json")
+        enrolment = Enrolment(authority, self.state, tls, (f"{HOME}:1",))
+        me, dials = Seated(ALONE, "house", (f"{HOME}:1",)), DialBacks(DirectTransport(tls))
+        nothing: Any = unused
+        self.seats = Seats(
+            me, self.state, nothing, enrolment, dials, admits=True, emit=lambda *_: None, told=lambda: None
+        )
+        self.attic = NodeIdentity.open(folder / "attic")
+        request = certs.new_request(self.attic.key)
+        self.attic.join(authority.certificate, authority.issue(request, ("peer",), time.time()), [Address(HOME, 1)])
+        self.at = Address(HOME, 0)
+
+    async def listen(self, nursery: trio.Nursery) -> None:
+        about = Identity(self.attic.node, BootId("b"), "attic", ("peer",))
+        transport = DirectTransport(SwarmTls(self.attic.files))
+        self.at = await nursery.start(partial(transport.listen, self.at, lambda *_: None, about))
+
+    async def ask(self, places: Sequence[str], source: str = HOME) -> Frame | None:
+        """From `places`; its HELLO says where it is reached indeed."""
+        hello: Any = SimpleNamespace(
+            identity=Identity(self.attic.node, BootId("b"), "attic", ("peer",), listen=(str(self.at),))
+        )
+        channel: Any = SimpleNamespace(source=source, route=DIRECT, certified=None)
+        body = {"places": list(places), "request": certs.new_request(self.attic.key)}
+        return await self.seats.stand(hello, channel, Frame("stand", {}, pack_body(body)))
+
+
+@pytest.fixture
+async def house(tmp_path: Path, nursery: trio.Nursery) -> House:
+    house = House(tmp_path)
+    await house.listen(nursery)
+    return house
+
+
+async def test_a_node_that_is_reached_where_it_says_gets_the_key(house: House, nursery: trio.Nursery) -> None:
+    places = (str(house.at), f"http://{HOME}:7701")
+    answer = await house.ask(places)
+    assert answer is not None
+    assert answer.kind == "seat"
+    assert "key" in unpack_body(answer.body)
+    assert [seat.places for seat in house.state.seats.records()] == [places]
+    nursery.cancel_scope.cancel()
+
+
+async def test_what_is_dialled_is_what_is_seated(house: House, nursery: trio.Nursery) -> None:
+    """Its HELLO's address answers; those that the other voters would look for it at do not, or are none for them."""
+    async with trio.open_nursery() as ports:
+        (closed,) = await trio.open_tcp_listeners(0, host=HOME)
+        nobody = f"{HOME}:{closed.socket.getsockname()[1]}"
+        await closed.aclose()
+        ports.cancel_scope.cancel()
+    refused = {
+        (nobody,): "was not reached at",
+        (nobody, str(house.at)): "was not reached at",
+        (f"http://{house.at}",): "the first place of a voter is its swarm port",
+        (str(house.at), "169.254.169.254:80"): "no address to dial from another machine",
+        (str(house.at), "http://169.254.169.254"): "no address to dial from another machine",
+    }
+    for places, why in refused.items():
+        answer = await house.ask(places)
+        assert answer is not None
+        assert answer.kind == "no_seat"
+        assert why in answer.header["message"]
+        assert house.state.seats.records() == ()
+    elsewhere = await house.ask([str(house.at)], source="192.0.2.9")
+    assert elsewhere is not None
+    assert elsewhere.kind == "no_seat", "this machine's own port is nothing to dial for another one"
+    nursery.cancel_scope.cancel()
