@@ -145,8 +145,8 @@ def test_peers_with_the_kernels_are_chosen_before_larger_ones() -> None:
 
 
 def test_a_model_that_only_fits_packed() -> None:
-    small = [replace(peer, memory_bytes=500 << 20) for peer in PEERS]
-    large = replace(SHAPE, layer_params=(30_000_000,) * 4)
+    small = [replace(peer, memory_bytes=700 << 20) for peer in PEERS]
+    large = replace(SHAPE, layer_params=(60_000_000,) * 4)
     with pytest.raises(LoadRefused, match="of bfloat16 weights"):
         plan_load(large, ASK, small)
     assert plan_load(large, replace(ASK, quantization="int4-fast"), small).stages

@@ -18,7 +18,7 @@ from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.planning import stage_files
 from swarmnode.cluster.pricing import price_stage
 from swarmnode.cluster.quantization import METHODS, NONE
-from swarmnode.compute import bnb, projections
+from swarmnode.compute import bnb, projections, tiled_projections
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.spec import PACKED_METHODS, StageSpec
 from swarmnode.roles.planning import model_shape
@@ -46,8 +46,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It multiplies in float32 chunks of 4 MiB, which is little beside any slice but these."""
+    """It multiplies in float32 chunks of 4 MiB, and packs two million weights twice to see which kernel is faster: both
+    are little beside any slice but these."""
     monkeypatch.setattr(projections, "crossover_rows", lambda *_: 32)
+    monkeypatch.setattr(tiled_projections, "_tiles_are_faster", lambda *_: True)
 
 
 def load(folder: Path, manifest: Manifest, begin: int, end: int, method: str) -> tuple[TorchEngine, int]:
@@ -93,7 +95,8 @@ def test_l5_what_a_load_takes_is_what_was_priced(method: str, model: tuple[Path,
 @pytest.mark.parametrize("method", [method for method in METHODS if method != NONE])
 def test_q1_no_second_dense_block_is_held(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks beside which all else is small, and quantized in pieces that are smaller than these."""
-    monkeypatch.setattr(projections, "QUANTIZED_ROWS", 64)
+    for module in (projections, tiled_projections):
+        monkeypatch.setattr(module, "QUANTIZED_ROWS", 64)
     monkeypatch.setattr(bnb, "_CHUNK_ELEMENTS", 1 << 12)
     shape: dict[str, Any] = {"num_layers": LAYERS, "dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 768}
     manifest = import_model(str(make_tiny(tmp_path / "base", **shape)), tmp_path / "models", stages=1)
