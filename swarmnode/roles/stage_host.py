@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 RING_KINDS = frozenset({"piece", "piece_done", "group", "tokens", "end", "ended", "failed", "probe", "drop", "reset"})
 REPLY_KINDS = frozenset({"accepted", "started", "text", "done", "error", "probed"})
+OVERTAKES_REPLIES = RING_KINDS | {"stats"}
 STALL_S = 120.0
 """A worker that holds sessions and says nothing of them for this long is stuck in a driver; it is killed."""
 PULSE_S, MISSED_PULSES = 5.0, 3
@@ -247,21 +248,23 @@ class StageHost:
 
     def _route_all(self, frames: list[Frame]) -> None:
         """What the worker wrote in one go: its ring frames leave each at once, since a stage waits for them, the texts
-        of a step's replies in one write behind them, which wakes the coordinator once."""
+        of a step's replies in one write behind them, which wakes the coordinator once; but before what says how the
+        stage is, since what ends a stage ends the replies that are still open."""
         if not frames:
             return
         now = self._heard_s = trio.current_time()
-        replies = []
-        try:
-            for frame in frames:
-                if frame.kind in REPLY_KINDS:
-                    self._note_reply(frame, now)
-                    replies.append(frame)
-                else:
-                    self._route(frame)
-        finally:
-            if replies:
+        replies: list[Frame] = []
+        for frame in frames:
+            if frame.kind in REPLY_KINDS:
+                self._note_reply(frame, now)
+                replies.append(frame)
+                continue
+            if replies and frame.kind not in OVERTAKES_REPLIES:
                 self._post(*replies)
+                replies = []
+            self._route(frame)
+        if replies:
+            self._post(*replies)
 
     def _note_reply(self, frame: Frame, now: float) -> None:
         request = frame.header.get("request", "")

@@ -65,6 +65,8 @@ class DirectChannel(Channel):
         self._frames: deque[Frame] = deque()
         self._inbox: deque[h2s.Data] = deque()
         self._arrived = trio.Event()
+        self._waited_on = False
+        """Somebody waits in `receive`: what was given out before has been dealt with."""
         self._take_at_once: Callable[[Frame], bool] | None = None
         self._thrown: Exception | None = None
         """By it; nothing more is read."""
@@ -122,6 +124,13 @@ class DirectChannel(Channel):
     async def _more(self) -> None:
         """Wait for bytes: without end between two frames, with a minimum rate inside one."""
         self._without_pause = 0
+        self._waited_on = True
+        try:
+            await self._until_arrived()
+        finally:
+            self._waited_on = False
+
+    async def _until_arrived(self) -> None:
         if not self._decoder.buffered:
             await self._arrived.wait()
             return
@@ -215,7 +224,7 @@ class DirectChannel(Channel):
             self.fail(Overloaded(f"more than {self._unread.account.most_bytes} bytes of one node wait to be read"))
             self.abort()
             return
-        at_rest = not (self._frames or self._inbox or self._decoder.buffered)
+        at_rest = self._waited_on and not (self._frames or self._inbox or self._decoder.buffered)
         self._inbox.append(data)
         if self._take_at_once is None or not at_rest or not self._handed_over(self._take_at_once):
             self._notify()

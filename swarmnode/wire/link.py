@@ -129,9 +129,10 @@ class Channel(ABC):
         other side ended the channel with (a handler that raises SwarmError, a refused hello)."""
 
     def take_at_once(self, take: Callable[[Frame], bool]) -> None:  # noqa: B027 - only links that are read by a task can
-        """Offer every frame to `take` as it arrives, in the task that reads the link: a pass of the scheduler less. It
-        must not wait; what it returns False for, and all that comes before `receive` has given that out, is left to
-        `receive`, as is everything on links that cannot do this. `receive` raises what `take` raises."""
+        """Offer frames to `take` as they arrive while `receive` waits, in the task that reads the link: a pass of the
+        scheduler less. It must not wait; what it returns False for, and all that comes until `receive` is called
+        again after it has given that out, is left to `receive`, as is everything on links that cannot do this.
+        `receive` raises what `take` raises."""
 
     @abstractmethod
     async def flush(self) -> None:

@@ -175,11 +175,13 @@ async def test_what_a_coordinator_says_after_this_voter_voted_again_is_not_done(
     await swarm.say("requests", load())
     await swarm.until(lambda: told)
     swarm.voted = TERM + 1
+    incarnation = NodeIdentity.open(tmp_path / "attic").incarnation()
     await swarm.say(channel, frame)
     await swarm.until(lambda: swarm.lost)
     assert "term 5 speaks, and term 6 has begun" in swarm.lost[0]
     assert told == ["load"]
-    assert not (tmp_path / "attic" / "coordinators.json").exists()
+    assert not (tmp_path / "attic" / "identity" / "coordinators.json").exists()
+    assert NodeIdentity.open(tmp_path / "attic").incarnation() == incarnation
 
 
 @pytest.mark.parametrize("kind", ["load", "unload", "link", "probe_ring"])

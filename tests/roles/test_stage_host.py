@@ -154,6 +154,9 @@ async def test_what_a_worker_says_in_one_go_leaves_in_one_go(tmp_path: Path) -> 
     with pytest.raises(LoadFailed, match="no memory"):
         stage.host._route_all([texts[0], Frame("fatal", {"code": "load_failed", "message": "no memory"})])
     assert stage.posted[2:] == [["text"]], "what came before the end is told"
+    done = Frame("done", {"request": "b"}, pack_body({}))
+    stage.host._route_all([done, Frame("broken", {}), texts[2]])
+    assert stage.posted[3:] == [["done"], ["broken"], ["text"]], "what is over is told before its ring is"
 
 
 async def test_a_worker_that_was_stopped_is_noticed_though_it_has_nothing_to_do(

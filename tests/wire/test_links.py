@@ -174,6 +174,34 @@ async def test_frames_offered_as_they_arrive_come_once_and_in_order(
     assert got == list(range(51))
 
 
+async def test_no_frame_is_offered_while_one_that_was_given_out_is_dealt_with(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    """It may be unpacked in a thread meanwhile."""
+    got: list[int] = []
+
+    def take(frame: Frame) -> bool:
+        if frame.header["session"] == 1:
+            return False
+        got.append(frame.header["session"])
+        return True
+
+    address = await start(nursery, transport, echo, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        channel.take_at_once(take)
+        channel.send_nowait(Frame("end", {"session": 1}))
+        while take(frame := await channel.receive()):
+            pass
+        for number in (2, 3):
+            channel.send_nowait(Frame("end", {"session": number}))
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        assert got == []
+        got.append(frame.header["session"])
+        while got[-1:] != [3]:
+            got.append((await channel.receive()).header["session"])
+    assert got == [1, 2, 3]
+
+
 async def test_what_goes_wrong_with_an_offered_frame_is_raised_where_frames_are_received(
     attic: Identity, cellar: Identity, nursery: trio.Nursery
 ) -> None:
