@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.prompt_thread import Opened
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from swarmnode.compute.text import TextPipeline
     from swarmnode.ids import RequestId, RingId
 
+TOGETHER = 64
+"""Inputs that are handled before anything is sent: more than a step has replies. A queue that never runs empty must not
+keep an answer."""
 
 TextInput = Opened | HeadEvent | None
 
@@ -66,21 +69,25 @@ class TextThread:
         self._post = post
         self._replies: dict[RequestId, _Reply] = {}
         self._outgoing: list[Frame] = []
-        """To be posted once nothing is queued here."""
+        """To be posted after some inputs."""
 
     def run(self) -> None:
-        """Serve until None arrives. All that is queued is handled before anything is sent: the texts of a step's
-        replies travel together."""
-        while (message := self.inbox.get()) is not None:
-            try:
-                while message is not None:
-                    self._handle(message)
-                    message = self.inbox.get_nowait()
-                self._send()
-                return
-            except Empty:
-                self._add_texts()
-                self._send()
+        """Serve until None arrives."""
+        while self._handle_some():
+            self._add_texts()
+            self._send()
+        self._send()
+
+    def _handle_some(self) -> bool:
+        """What is queued, TOGETHER at most, so that the texts of a step's replies travel together; False after None."""
+        for _ in range(TOGETHER):
+            message = self.inbox.get()
+            if message is None:
+                return False
+            self._handle(message)
+            if self.inbox.empty():
+                break
+        return True
 
     def _handle(self, message: TextInput) -> None:
         match message:

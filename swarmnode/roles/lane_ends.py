@@ -203,16 +203,15 @@ class _Noting:
         self._lane = lane
 
     def send_nowait(self, *frames: Frame) -> None:
-        ready = [self._ready(frame) for frame in frames]
+        compression = self._lane.compression
+        wanted = [compression.wants(frame) for frame in frames]
+        if any(wants and len(frame.body) > INLINE_BYTES for frame, wants in zip(frames, wanted, strict=True)):
+            raise Overloaded("to be compressed in a thread first")  # `send` follows
+        packed = [compression.apply(f) if wants else f for f, wants in zip(frames, wanted, strict=True)]
+        ready = [self._lane.prepared(frame) for frame in packed]
         self._channel.send_nowait(*ready)
         for frame in ready:
             self._lane.sent(frame)
-
-    def _ready(self, frame: Frame) -> Frame:
-        wants = self._lane.compression.wants(frame)
-        if wants and len(frame.body) > INLINE_BYTES:
-            raise Overloaded("to be compressed in a thread first")  # `send` follows
-        return self._lane.prepared(self._lane.compression.apply(frame) if wants else frame)
 
     async def send(self, frame: Frame) -> None:
         if len(frame.body) > INLINE_BYTES and self._lane.compression.wants(frame):
@@ -291,8 +290,9 @@ class LaneIn:
         return True
 
     async def _take_packed(self, channel: Channel, acks: LaneAcks, frame: Frame) -> None:
-        if (accepted := self._receiver.accept(frame)) is not None:
-            self._take(await trio.to_thread.run_sync(decompress, accepted))
+        unpacked = await trio.to_thread.run_sync(decompress, frame)  # until then the frame has not come
+        if (accepted := self._receiver.accept(unpacked)) is not None:
+            self._take(accepted)
         self._acknowledge(channel, acks, frame)
 
     def _acknowledge(self, channel: Channel, acks: LaneAcks, frame: Frame) -> None:

@@ -232,7 +232,7 @@ class StageHost:
     async def _pump(self, worker: WorkerProcess) -> None:
         """Route what the worker says until it ends, which is a fault unless the scope was cancelled."""
         try:
-            while frames := await worker.pipe.receive_all():
+            while frames := await worker.pipe.receive():
                 self._pulse = True
                 self._route_all([frame for frame in frames if frame.kind != "pong"])
         except (LinkBroken, ProtocolError):

@@ -31,8 +31,8 @@ _CANCEL = 0x8
 SMALL_FRAME_BYTES = 64 << 10
 """A decode step's frame: it is written in the step that queues it. Larger ones wait for the writer and take turns."""
 BUNDLE_FRAMES = 16
-"""What came in one write is read in one go, so many frames at a time: a pass of the scheduler between any two would be
-paid by every token, and one peer's thousands of frames must not keep all others waiting."""
+"""What came in one read of the connection is taken in one go, so many frames at a time: a pass of the scheduler between
+any two would be paid by every token, and one peer's thousands of frames must not keep all others waiting."""
 NOT_FOR_IT, REMOVED, TOO_MANY = 403, 410, 429
 """Statuses that turn a channel down: by what its opener's certificate is for, because that node was removed from the
 swarm, by how many connections it has."""
@@ -158,6 +158,7 @@ class DirectChannel(Channel):
         self._connection.wake_writer()
 
     async def aclose(self) -> None:
+        self._take_at_once = None
         self._connection.session.finish(self._id, reset_after=True)
         self._connection.wake_writer()
         with trio.move_on_after(CHANNEL_CLOSE_S):
@@ -233,8 +234,8 @@ class DirectChannel(Channel):
         """Whether nothing of what came is left for `receive`. No error of one channel's user gets to the reader."""
         self._decode(self._inbox.popleft())
         try:
-            for frame in tuple(self._frames)[:BUNDLE_FRAMES]:
-                if frame.kind == "refuse" or not take(frame):
+            while self._frames and self._connection.may_offer():
+                if self._frames[0].kind == "refuse" or not take(self._frames[0]):
                     break
                 self._frames.popleft()
         except Exception as error:
@@ -279,6 +280,7 @@ class Connection:
         self._carrier = carrier if isinstance(carrier, CarriedStream) else None
         self.route = DIRECT if self._carrier is None else self._carrier.route
         self._on_open = on_open
+        self._offers = 0
         self._channels: dict[h2s.ChannelId, DirectChannel] = {}
         self._wake = trio.Event()
         self._written = trio.Event()
@@ -377,6 +379,7 @@ class Connection:
                 data = await self._bytes.receive_some(limits.READ_BYTES)
                 if not data:
                     return LinkBroken("the peer closed the connection")
+                self._offers = BUNDLE_FRAMES
                 for event in self.session.receive_data(data, trio.current_time()):
                     self._take(event)
                 self.wake_writer()
@@ -386,6 +389,11 @@ class Connection:
             return LinkBroken(f"the connection broke: {error.__cause__ or error}")
         except ProtocolError as error:
             return error
+
+    def may_offer(self) -> bool:
+        """Whether the reader may hand on one more frame by itself of what it read last."""
+        self._offers -= 1
+        return self._offers >= 0
 
     def _take(self, event: h2s.Event) -> None:
         if isinstance(event, h2s.Closed):

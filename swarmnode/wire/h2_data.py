@@ -1,8 +1,8 @@
 """h2's connection with a short way for DATA frames, which are all that a ring in full swing sends.
 
 h2 makes an object of every frame and asks two state machines about it: half of a small frame's time in here. The short
-way is for a whole DATA frame without flags on a stream that is open both ways. It keeps h2's windows, so that every
-other frame can go through h2 itself, and a session can change between both ways with any frame.
+way is for a whole DATA frame without flags on a stream that is open, between its headers and its end. It keeps h2's
+windows, so that every other frame can go through h2 itself, and a session can change between both ways with any frame.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ class DataConnection(h2.connection.H2Connection):
         return _HEAD.pack(size >> 8, size & 0xFF, _DATA, _NO_FLAGS, stream)
 
     def take_data(self, stream: int, size: int) -> bool:
-        """Account for a DATA frame that came; False where h2 does not know the stream as open. Raises h2's
-        FlowControlError where it is more than the windows allow."""
+        """Account for a DATA frame that came; False where h2 has to look at it: on a stream that is not open, before
+        its headers or after its trailers, and in a body of announced length. Raises h2's FlowControlError where it is
+        more than the windows allow."""
         known = self.streams.get(stream)
-        if known is None or not known.open:
+        if known is None or not known.open or known._expected_content_length is not None:
+            return False
+        if not known.state_machine.headers_received or known.state_machine.trailers_received:
             return False
         self._inbound_flow_control_window_manager.window_consumed(size)
         known._inbound_window_manager.window_consumed(size)

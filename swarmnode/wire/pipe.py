@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
@@ -40,7 +39,6 @@ class FramePipe:
         self._receive_fd = receive_fd
         self._send_fd = send_fd
         self._decoder = FrameDecoder()
-        self._frames: deque[Frame] = deque()
         self._unsent: list[Buffer] = []
         self._torn = False
         self._drained = False
@@ -90,40 +88,22 @@ class FramePipe:
             raise LinkBroken("the worker's input is closed") from error
         return True
 
-    async def receive(self) -> Frame | None:
-        """The next frame; None when the worker closed its output between frames.
+    async def receive(self) -> list[Frame]:
+        """What the worker wrote in one go; nothing when it closed its output between frames.
 
         Raises ProtocolError for bad frames, LinkBroken when the output ends inside one.
         """
-        if self._frames:
-            await trio.lowlevel.checkpoint()
-        elif not await self._receive_some():
-            return None
-        return self._frames.popleft()
-
-    async def receive_all(self) -> list[Frame]:
-        """As `receive`, but every frame that is at hand, and none at the end: what the worker wrote in one go."""
-        if self._frames:
-            await trio.lowlevel.checkpoint()
-        elif not await self._receive_some():
-            return []
-        frames = list(self._frames)
-        self._frames.clear()
-        return frames
-
-    async def _receive_some(self) -> bool:
-        """Read until a frame is whole; False at the end."""
-        while not self._frames:
+        while True:
             data = await self._read()
             if not data:
                 if self._decoder.buffered:
                     raise LinkBroken("the worker's output ended inside a frame")
-                return False
+                return []
             self.counts.bytes_in += len(data)
             frames = self._decoder.feed(data)
             self.counts.frames_in += len(frames)
-            self._frames.extend(frames)
-        return True
+            if frames:
+                return frames
 
     def close(self) -> None:
         """Close both ends; the worker takes the end of its input as the order to end. Waiting calls get LinkBroken."""

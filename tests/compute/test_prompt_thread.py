@@ -14,7 +14,7 @@ from swarmnode.compute.text import TextPipeline
 from swarmnode.compute.text_thread import TextThread
 from swarmnode.errors import InvalidTemplate
 from swarmnode.ids import RequestId, RingId
-from swarmnode.ring.head_messages import Cancel, Finished, Open, Probed, Sampled
+from swarmnode.ring.head_messages import Cancel, Finished, Open, Probed, Refused, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,6 +142,33 @@ def test_texts_of_one_step_are_posted_together(tmp_path: Path) -> None:
     text.inbox.put(None)
     running.join(PATIENCE_S)
     assert posts.empty()
+
+
+def test_a_queue_that_never_runs_empty_keeps_no_answer(tmp_path: Path) -> None:
+    """Every token of the reply brings another one."""
+    write_byte_tokenizer(tmp_path)
+    text: TextThread
+    told: list[str] = []
+
+    def post(*frames: Frame) -> None:
+        told.extend(frame.kind for frame in frames)
+        text.inbox.put(None)
+
+    class Endless(SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            found = super().get(block, timeout)
+            self.put(Sampled(RequestId("a"), ord("x")))
+            return found
+
+    text = TextThread(RingId("r"), TextPipeline(tmp_path), lambda _: None, post)
+    text.inbox = Endless()
+    text.inbox.put(Opened(RequestId("a"), ()))
+    text.inbox.put(Refused(RequestId("b"), "overloaded", "no room"))
+    running = threading.Thread(target=text.run, daemon=True)
+    running.start()
+    running.join(PATIENCE_S)
+    assert not running.is_alive()
+    assert told[0] == "error"
 
 
 def test_a_cancel_stays_behind_its_open_and_further_requests_are_refused_at_once(threads: Threads) -> None:

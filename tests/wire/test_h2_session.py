@@ -228,6 +228,13 @@ def test_data_where_none_may_come_is_refused_on_the_short_way_too() -> None:
         server.receive(data_frame(channel + 98, 5))
 
 
+def test_data_before_the_headers_of_an_answer_is_refused() -> None:
+    client, _ = pair()
+    channel = client.session.open_channel("/channel/steps")  # nobody has accepted it
+    with pytest.raises(ProtocolError, match="broke HTTP/2"):
+        client.receive(data_frame(channel, 5))
+
+
 def test_data_within_a_block_of_headers_is_refused() -> None:
     client, server = pair()
     known = client.session.open_channel("/channel/steps")

@@ -115,8 +115,9 @@ async def test_frames_sent_together_are_all_sent_or_none(
 
 
 @pytest.mark.parametrize("offered", [True, False])
+@pytest.mark.parametrize("in_one_call", [True, False])
 async def test_who_reads_many_frames_that_are_at_hand_lets_others_run(
-    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery, offered: bool
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery, offered: bool, in_one_call: bool
 ) -> None:
     passes_at: list[int] = []
     passes, last = 0, 200
@@ -135,7 +136,9 @@ async def test_who_reads_many_frames_that_are_at_hand_lets_others_run(
 
     async def send(kind: str, hello: Hello, channel: Channel) -> None:
         await channel.receive()
-        channel.send_nowait(*(Frame("end", {"session": number}) for number in range(last + 1)))
+        frames = [Frame("end", {"session": number}) for number in range(last + 1)]
+        for some in [frames] if in_one_call else [[frame] for frame in frames]:
+            channel.send_nowait(*some)
         await channel.receive()
 
     address = await start(nursery, transport, send, cellar)
