@@ -130,7 +130,10 @@ class DelayLoop:
         return False
 
     def _accept(self) -> None:
-        near, _ = self._listener.accept()
+        try:
+            near, _ = self._listener.accept()
+        except OSError:  # it left again
+            return
         try:
             far = socket.create_connection((self._target.host, self._target.port), timeout=CONNECT_S)
         except OSError:

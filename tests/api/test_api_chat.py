@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+import trio.testing
 
 from swarmnode.api.replay import Replay
 from swarmnode.errors import ContextTooLong, InternalError, InvalidTemplate, ModelRestoring, Overloaded, StageLost
@@ -142,7 +143,7 @@ async def test_a_client_that_reads_slowly_gets_every_token_in_order(gateway: Any
     gateway.backend.replay = Replay(texts=texts)
     raw = await gateway.raw()
     await raw.post(CHAT, _streamed())
-    await trio.sleep(0.3)
+    await trio.testing.wait_all_tasks_blocked()  # the gateway waits for room
     reply = await raw.reply()
     assert reply.complete
     found = [c["choices"][0]["delta"].get("content") for c in chunks(reply.body.decode())]
