@@ -139,6 +139,16 @@ class LoadFailed(SwarmError):
     code, status = "load_failed", 500
 
 
+class OutOfMemory(LoadFailed):
+    """A stage's machine did not have the memory that the plan counted on."""
+
+    code = "out_of_memory"
+    advice: ClassVar[str] = (
+        "Its memory is given back. Close other programs on that machine or start its node with a smaller --memory, so "
+        "that the plan gives it fewer layers; or load over more peers, or with a quantization"
+    )
+
+
 class StageLost(SwarmError):
     """A stage's process, node or link went away while it held sessions."""
 

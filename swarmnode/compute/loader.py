@@ -20,6 +20,7 @@ from swarmnode.compute.freed_memory import return_freed_memory, returning_large_
 from swarmnode.compute.gguf_blocks import Q4Blocks, check_blocks, find_blocks
 from swarmnode.compute.lean_loading import LeanBuilder
 from swarmnode.compute.lora import find_adapter
+from swarmnode.compute.memory_errors import lacks_memory
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
@@ -154,4 +155,6 @@ def _prove(engine: TorchEngine) -> None:
     except LoadRefused:
         raise
     except Exception as error:  # whatever the family's own code raises
+        if lacks_memory(error):
+            raise
         raise LoadRefused(f"the loaded slice does not run: {type(error).__name__}: {str(error)[:500]}") from error

@@ -56,6 +56,9 @@ class Script(_Part):
     noise: bool = False
     """Fill the rest of a row with noise, which no link can compress, instead of zeros."""
     load_ms: float = Field(default=0, ge=0)
+    load_bytes: int = Field(default=0, ge=0, le=1 << 46)
+    """Address space that loading takes for a moment, whatever the manifest says that the stage needs. None of it is
+    touched: what refuses it is a limit of the process."""
 
     def reply_to(self, prompt: Sequence[int]) -> Reply:
         """The first reply whose `when` occurs in the prompt, else the default."""

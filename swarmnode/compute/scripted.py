@@ -8,6 +8,7 @@ stage, session or position raises instead of giving a plausible token.
 
 from __future__ import annotations
 
+import mmap
 import random
 import struct
 import time
@@ -207,6 +208,8 @@ def load_scripted(spec: StageSpec) -> ScriptedEngine:
     """The engine of a stage whose files hold a script; raises InvalidModel."""
     script = read_script(spec.files)
     time.sleep(script.load_ms / 1000)
+    if script.load_bytes:
+        mmap.mmap(-1, script.load_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     return ScriptedEngine(script, spec)
 
 

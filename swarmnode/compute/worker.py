@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.catalog.layer_kinds import recurrent_layers
+from swarmnode.compute.memory_errors import lacks_memory, out_of_memory
 from swarmnode.compute.model_config import read_config
 from swarmnode.compute.prompt_thread import OpenChat, PromptThread
 from swarmnode.compute.ring_loop import RingLoop
@@ -62,8 +63,8 @@ def main(parent_pid: int) -> None:
         worker.say_last(Frame("fatal", {"code": error.code, "message": error.message}))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        text = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
-        worker.say_last(Frame("fatal", {"code": InternalError.code, "message": text}))
+        told = InternalError(f"{type(error).__name__}: {error}")
+        worker.say_last(Frame("fatal", {"code": told.code, "message": told.message}))
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 
@@ -99,7 +100,7 @@ class Worker:
         spec = self._read_spec()
         start_thread("reader", self._read)
         machine = make_machine(spec)
-        stage = load(spec, self._report_loading)
+        stage = _load_or_say_why(spec, self._report_loading)
         about = {**stage.report.as_map(), "pid": os.getpid()}
         text: TextThread | None = None
         prompts: PromptThread | None = None
@@ -240,6 +241,15 @@ def load(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedSta
     engine = load_stage(spec.stage_spec(), report)
     about = report_stage(spec, engine, time.monotonic() - begun_s, report)
     return LoadedStage(engine, pipeline, about, partial(stage_gauges, engine.model.device))
+
+
+def _load_or_say_why(spec: WorkerSpec, report: Callable[[str, int, int], None]) -> LoadedStage:
+    try:
+        return load(spec, report)
+    except Exception as error:
+        if lacks_memory(error):
+            raise out_of_memory(spec.stage, error) from error
+        raise
 
 
 def make_machine(spec: WorkerSpec) -> Head | Stage:

@@ -121,7 +121,8 @@ class Gateway:
             await self._coordinator.rings.keep()  # what is answered outlives this process
             if ring.error is not None:
                 await ring.over.wait()
-                raise LoadFailed(f"{model} did not load: {ring.error.message}")
+                kind = type(ring.error) if isinstance(ring.error, LoadFailed) else LoadFailed
+                raise kind(f"{model} did not load: {ring.error.message}")
         return self.status(model)
 
     async def _begin(self, model: ModelId, options: LoadOptions) -> LoadedRing:

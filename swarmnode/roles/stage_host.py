@@ -6,6 +6,7 @@ The host routes by header and never looks at a body. However it ends, the worker
 from __future__ import annotations
 
 import logging
+import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from swarmnode.errors import (
     MAX_MESSAGE_CHARS,
     InternalError,
     LinkBroken,
+    OutOfMemory,
     ProtocolError,
     StageLost,
     SwarmError,
@@ -243,8 +245,12 @@ class StageHost:
         code = await worker.wait()
         with trio.move_on_after(1):  # a child of its own may hold its stderr open
             await worker.log_over.wait()
-        how = self._how_it_ended(code, worker.log)
-        raise StageLost(f"stage {self.spec.stage}'s worker {how}")
+        how = f"stage {self.spec.stage}'s worker {self._how_it_ended(code, worker.log)}"
+        if code == -signal.SIGKILL and not (self._ready or self._killed_because):
+            raise OutOfMemory(
+                f"{how}. While a stage loads, that is the kernel where memory ran out. {OutOfMemory.advice}"
+            )
+        raise StageLost(how)
 
     def _route_all(self, frames: list[Frame]) -> None:
         """What the worker wrote in one go: its ring frames leave each at once, since a stage waits for them, the texts

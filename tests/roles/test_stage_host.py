@@ -18,7 +18,7 @@ from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.store import ShardStore
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
-from swarmnode.errors import LoadFailed
+from swarmnode.errors import LoadFailed, OutOfMemory
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles import stage_host
 from swarmnode.roles.context import PeerResources
@@ -208,7 +208,7 @@ async def test_what_a_killed_worker_wrote_is_in_its_log_and_not_in_the_error(tmp
             "ended with exit code 3; its last words: ImportError: no torch; GET",
         ),
         (f"write({WARNING!r}); os._exit(3)", "ended with exit code 3; GET"),
-        ("write('no memory'); os.kill(os.getpid(), 9)", "was ended by SIGKILL; GET"),
+        ("write('no memory'); os.kill(os.getpid(), 15)", "was ended by SIGTERM; GET"),
     ],
 )
 async def test_why_a_worker_did_not_load_is_its_last_line_that_is_no_warning(
@@ -219,6 +219,19 @@ async def test_why_a_worker_did_not_load_is_its_last_line_that_is_no_warning(
     await stage.host.run()
     failed = await stage.next_of("stage_failed")
     assert f"stage 0's worker {how}" in failed.header["message"]
+    await stage.next_of("unloaded")
+
+
+async def test_a_worker_that_the_kernel_kills_as_it_loads_is_told_as_a_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", worker_that_runs(tmp_path, "os.kill(os.getpid(), 9)"))
+    stage = HostedStage(tmp_path, {})
+    await stage.host.run()
+    failed = await stage.next_of("stage_failed")
+    assert failed.header["code"] == "out_of_memory"
+    assert failed.header["message"].startswith("stage 0's worker was ended by SIGKILL; GET")
+    assert failed.header["message"].endswith(OutOfMemory.advice)
     await stage.next_of("unloaded")
 
 
