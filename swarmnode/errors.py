@@ -201,6 +201,12 @@ class NotCoordinator(LinkBroken):
     code, status, retryable = "not_coordinator", 503, True
 
 
+class NoCoordinator(SwarmError):
+    """Said by the API port of a node that finds nobody who coordinates the swarm."""
+
+    code, status, retryable = "no_coordinator", 503, True
+
+
 class InvalidModel(SwarmError):
     """A model source or servable that is refused; the message says which file and why."""
 

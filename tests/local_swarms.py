@@ -121,10 +121,17 @@ def start_again(local: LocalSwarm, name: str, *extra: str) -> dict[str, Any]:
     return local.peers[name].wait_for("ready")
 
 
-def start_swarm(folder: Path, models_root: Path, peers: int, environment: dict[str, str] | None = None) -> Swarm:
+def start_swarm(
+    folder: Path,
+    models_root: Path,
+    peers: int,
+    environment: dict[str, str] | None = None,
+    coordinator: tuple[str, ...] = (),
+) -> Swarm:
+    """`coordinator`: more arguments of its."""
     local = LocalSwarm(folder, models_root, environment or {})
     try:
-        local.start_coordinator()
+        local.start_coordinator(extra=coordinator)
         if peers:
             local.start_peers(*(f"peer-{index}" for index in range(peers)))
     except BaseException:

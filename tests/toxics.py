@@ -6,12 +6,14 @@ stall. It runs trio in a thread of its own, so that blocking tests of real proce
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -50,7 +52,7 @@ class Direction:
     cut: bool = False
     """Bytes vanish, and neither end hears of it."""
     stalled: bool = False
-    """Nothing is taken, so the sender's queue fills."""
+    """Nothing is passed on, so the sender's queue fills; what it sent comes late, when this is over."""
     slice_bytes: int = 0
     corrupt_every: int = 0
     """Flip a bit of every so many'th byte."""
@@ -91,6 +93,9 @@ class ToxicProxy:
         self.resets = 0
         self.address = ("", 0)
         self.target = target
+        self.dialers: frozenset[int] | None = None
+        """The processes whose connections from now on the toxics are for, as where one machine's lines are cut; None:
+        everybody's."""
         self._streams: set[trio.SocketStream] = set()
         self._up = threading.Event()
         self._token: trio.lowlevel.TrioToken | None = None
@@ -155,10 +160,16 @@ class ToxicProxy:
         self._streams |= {near, far}
         try:
             async with near, far, trio.open_nursery() as nursery:
-                nursery.start_soon(self._carry, near, far, self.there, nursery.cancel_scope)
-                nursery.start_soon(self._carry, far, near, self.back, nursery.cancel_scope)
+                there, back = self._ways(near)
+                nursery.start_soon(self._carry, near, far, there, nursery.cancel_scope)
+                nursery.start_soon(self._carry, far, near, back, nursery.cancel_scope)
         finally:
             self._streams -= {near, far}
+
+    def _ways(self, near: trio.SocketStream) -> tuple[Direction, Direction]:
+        if self.dialers is None or any(_dialed(pid, near.socket) for pid in self.dialers):
+            return self.there, self.back
+        return Direction(), Direction()
 
     async def _carry(
         self, source: trio.SocketStream, sink: trio.SocketStream, way: Direction, both: trio.CancelScope
@@ -175,10 +186,11 @@ class ToxicProxy:
             both.cancel()
 
     async def _take(self, source: trio.SocketStream, way: Direction) -> bytes:
+        data = bytes(await source.receive_some(READ_BYTES))
         while way.stalled:
             await trio.sleep(STEP_S)
             way.effects.stalled_s += STEP_S
-        return bytes(await source.receive_some(READ_BYTES))
+        return data
 
 
 async def _spoil(data: bytes, way: Direction, send: trio.MemorySendChannel[tuple[float, bytes]]) -> None:
@@ -222,6 +234,24 @@ async def _deliver(
         await sink.send_all(data)
         way.effects.passed_bytes += len(data)
     await sink.send_eof()
+
+
+def _dialed(pid: int, accepted: trio.socket.SocketType) -> bool:
+    """Whether the other end of an IPv4 connection within this machine is a socket of that process."""
+    ends = [
+        f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+        for host, port in (accepted.getpeername(), accepted.getsockname())
+    ]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1:3] == ends}
+    return any(_target(entry) in inodes for entry in Path(f"/proc/{pid}/fd").glob("*"))
+
+
+def _target(link: Path) -> str:
+    """Of a descriptor, unless it was closed meanwhile."""
+    with suppress(FileNotFoundError):
+        return os.readlink(link)
+    return ""
 
 
 @contextmanager

@@ -32,11 +32,12 @@ class Voters:
         models_root: Path,
         others: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
+        coordinator: tuple[str, ...] = (),
     ) -> None:
-        self.swarm = start_swarm(folder, models_root, peers=0, environment=environment)
+        self.swarm = start_swarm(folder, models_root, peers=0, environment=environment, coordinator=coordinator)
         self.local = self.swarm.local
         try:
-            self.local.start_peers(SECOND, THIRD, extra=("--voter", *WITH_API))
+            self.start_followers()
             if others:
                 self.local.start_peers(*others, extra=WITH_API)
             self.apis = {name: str(self.ready(name)["api"]) for name in (*VOTERS, *others)}
@@ -44,6 +45,9 @@ class Voters:
         except BaseException:
             self.close()
             raise
+
+    def start_followers(self) -> None:
+        self.local.start_peers(SECOND, THIRD, extra=("--voter", *WITH_API))
 
     def voters(self, api: str) -> list[str]:
         with closing(ApiClient(api, data_dir=self.local.folder / FIRST)) as client:

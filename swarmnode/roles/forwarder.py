@@ -27,7 +27,7 @@ from swarmnode.api.middleware import (
     RequestIdMiddleware,
 )
 from swarmnode.cluster.let_in import LetIn
-from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError, Unauthorized
+from swarmnode.errors import LinkBroken, NoCoordinator, NodeRemoved, SwarmError, Unauthorized
 from swarmnode.roles.coordinator_links import CoordinatorLinks
 from swarmnode.roles.http_channel import Call
 from swarmnode.roles.last_known import last_known
@@ -224,4 +224,4 @@ def _target(scope: Scope) -> str:
 
 
 def _no_coordinator(message: str) -> HttpError:
-    return HttpError(503, "no_coordinator", message, headers={"retry-after": str(RETRY_AFTER_S)})
+    return HttpError(NoCoordinator.status, NoCoordinator.code, message, headers={"retry-after": str(RETRY_AFTER_S)})

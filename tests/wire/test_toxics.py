@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -131,3 +132,11 @@ def test_directions_share_one_uplink() -> None:
     slow = Uplink(1.0)
     slow.wait_s(FIFO_BYTES + 9)
     assert 8 < slow.overfull_s() <= 9
+
+
+def test_toxics_may_be_for_one_process_that_dialled(proxy: ToxicProxy) -> None:
+    proxy.there.corrupt_every = 1
+    for dialer, carried in ((os.getpid(), b"iff"), (os.getppid(), b"hgg")):
+        proxy.dialers = frozenset({dialer})
+        with closing(dialed(proxy)) as client:
+            assert answer(client, b"hgg") == carried
