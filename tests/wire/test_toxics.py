@@ -94,11 +94,10 @@ def test_a_cut_way_swallows_and_says_nothing(proxy: ToxicProxy) -> None:
     assert proxy.there.effects.vanished_bytes == 4
 
 
-def test_a_stalled_way_takes_nothing_until_it_goes_on(proxy: ToxicProxy) -> None:
+def test_a_stalled_way_passes_nothing_on_until_it_is_over(proxy: ToxicProxy) -> None:
     with dialed(proxy) as client:
         assert answer(client, b"x") == b"x"
         proxy.there.stalled = True
-        assert answer(client, b"a") == b"a"  # by the read that was under way already
         client.sendall(b"b")
         client.settimeout(0.2)
         with pytest.raises(TimeoutError):
