@@ -12,6 +12,7 @@ from local_swarms import Swarm, alive, start_swarm, wait_until
 from toxics import ToxicProxy, toxic_proxy
 from voting_swarms import FAILOVER_S, FIRST, SECOND, SERVED_S, THIRD, VOTERS, WITH_API, Voters, answers
 
+from swarmnode.cluster.election import HEARTBEAT_S
 from swarmnode.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -146,7 +147,9 @@ def test_scenario_19_of_two_coordinators_only_the_one_with_a_majority_decides(pa
             wait_until(lambda: parted.successor() in {SECOND, THIRD}, "one of the others coordinates", FAILOVER_S)
             name = parted.successor()
             assert name is not None
-            assert "resigned" in seen(parted.node(FIRST)), "the old one has stepped down, though nobody told it to"
+            wait_until(
+                lambda: "resigned" in seen(parted.node(FIRST)), "the old one has stepped down, untold", HEARTBEAT_S
+            )
             with closing(parted.admin(name)) as new:
                 new.post("/api/v1/api-tokens", {"label": "acknowledged", "scopes": ["read"]})
             assert all(line.there.effects.stalled_s > 1 for line in parted.lines.values())
