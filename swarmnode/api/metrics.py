@@ -86,6 +86,7 @@ def _request_metrics(counts: Sequence[ModelCounts]) -> Iterator[Metric]:
     yield _counter("prefix_cache_queries", "Replies that came to their end.", ((c.model, c.replies) for c in counts))
     yield _counter("prefix_cache_hits", "Those continued from memory.", ((c.model, c.prefix_hits) for c in counts))
     yield _counter("prefix_cache_tokens", "Prompt tokens not read again.", ((c.model, c.cached_tokens) for c in counts))
+    yield _counter("request_too_long", "Requests that can never fit, refused.", ((c.model, c.too_long) for c in counts))
     success = CounterMetricFamily(
         "swarmnode_request_success", "Replies by how they ended.", labels=["model_name", "finished_reason"]
     )

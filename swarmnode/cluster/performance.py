@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cluster.histogram import Histogram
+from swarmnode.errors import ContextTooLong, StreamClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ class Bin:
 
     index: int
     requests: int = 0
+    too_long: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
@@ -78,6 +80,8 @@ class ModelCounts:
     prefix_hits: int = 0
     succeeded: Counter[str] = field(default_factory=Counter)
     """By finish reason."""
+    too_long: int = 0
+    """Refused because they can never fit; no failure of the swarm's (K2)."""
     aborted: Counter[str] = field(default_factory=Counter)
     """By error code; `client_left` among them."""
     histograms: dict[str, Histogram] = field(
@@ -162,18 +166,17 @@ class Performance:
         counts.times.append((now, max(1, running.tokens), dict(list(times.items())[:TIMES_KEPT])))
 
     def aborted(self, request: RequestId, code: str, now: float) -> None:
-        """Any other end; nothing where the request has ended."""
+        """Any other end; nothing where the request has ended. Only what the swarm is to blame for has failed."""
         running = self._running.pop(request, None)
-        if running is not None:
-            counts = self._of(running.model)
-            counts.aborted[code] += 1
-            self._bin(counts, now).failed += 1
-
-    def refused(self, model: ModelId, code: str, now: float) -> None:
-        """A request that no ring took."""
-        counts = self._of(model)
+        if running is None:
+            return
+        counts = self._of(running.model)
+        if code == ContextTooLong.code:
+            counts.too_long += 1
+            self._bin(counts, now).too_long += 1
+            return
         counts.aborted[code] += 1
-        self._bin(counts, now).failed += 1
+        self._bin(counts, now).failed += code != StreamClosed.code
 
     # what can be seen
 
@@ -213,6 +216,7 @@ class Performance:
         return {
             "window_s": WINDOW_S,
             "requests": sum(one.requests for one in bins),
+            "too_long": sum(one.too_long for one in bins),
             "failed": sum(one.failed for one in bins),
             "prompt_tokens": sum(one.prompt_tokens for one in bins),
             "generated_tokens": sum(one.tokens for one in bins),

@@ -78,6 +78,8 @@ def counted() -> Performance:
             performance.finished(request, reason, 8 if number else 0, {}, 11.2)
         else:
             performance.aborted(request, "stage_lost", 11.2)
+    performance.opened(RequestId("long"), MODEL, 11.2)
+    performance.aborted(RequestId("long"), "context_too_long", 11.3)
     return performance
 
 
@@ -88,6 +90,8 @@ def test_requests_are_counted_under_vllms_names() -> None:
     assert found("swarmnode_request_success_total", "m", "stop") == 1
     assert found("swarmnode_request_success_total", "m", "length") == 1
     assert found("swarmnode_request_aborted_total", "m", "stage_lost") == 1
+    assert found("swarmnode_request_too_long_total", "m") == 1
+    assert ("swarmnode_request_aborted_total", frozenset({"m", "context_too_long"})) not in found
     assert found("swarmnode_prefix_cache_queries_total", "m") == 2
     assert found("swarmnode_prefix_cache_hits_total", "m") == 1
     assert found("swarmnode_time_to_first_token_seconds_bucket", "m", "0.5") == 3

@@ -51,6 +51,18 @@ def test_only_the_first_end_counts() -> None:
     assert (dict(counts.succeeded), dict(counts.aborted)) == ({"stop": 1}, {})
 
 
+def test_k2_what_never_fits_is_too_long_and_a_client_that_leaves_is_no_failure_either() -> None:
+    performance = Performance()
+    for number, code in enumerate(("context_too_long", "context_too_long", "client_left", "stage_lost")):
+        performance.opened(RequestId(str(number)), MODEL, 1.0)
+        performance.aborted(RequestId(str(number)), code, 2.0)
+    window = performance.window(MODEL, 3.0)
+    assert (window["requests"], window["too_long"], window["failed"]) == (4, 2, 1)
+    [counts] = performance.counts()
+    assert (counts.too_long, dict(counts.aborted)) == (2, {"client_left": 1, "stage_lost": 1})
+    assert performance.window(MODEL, 3000.0)["too_long"] == 0
+
+
 def test_the_window_is_fifteen_minutes_and_the_totals_are_for_ever() -> None:
     performance = Performance()
     reply(performance, 0.0, tokens=100)
