@@ -228,6 +228,7 @@ class Gateway:
             "carried": self._carried(),
             "requests": self._performance.running(trio.current_time()),
             "events": coordinator.recent.newest(),
+            "event_counts": dict(coordinator.recent.counts),
             "traffic": coordinator.context.traffic.snapshot(),
         }
 

@@ -92,6 +92,17 @@ def test_where_the_time_went_is_weighted_by_tokens() -> None:
     assert performance.window(MODEL, 2.0)["time_ms"] == {"stage0_ms": 2.0}
 
 
+def test_a_stages_compute_is_counted_by_stage_and_no_other_key_is_one() -> None:
+    performance = Performance()
+    performance.opened(RequestId("r"), MODEL, 0.0)
+    performance.gave(RequestId("r"), 3, 1.0)
+    timing = {"stage1_ms": 4.0, "stage12345_ms": 1.0, "stage\u00b2_ms": 1.0, "stage_ms": 1.0, "link_ms": 2.0}
+    performance.finished(RequestId("r"), "stop", 0, timing, 2.0)
+    [counts] = performance.counts()
+    assert {stage: one.total for stage, one in counts.stage_compute.items()} == {1: pytest.approx(0.012)}
+    assert counts.histograms["stage_network_seconds"].total == pytest.approx(0.006)
+
+
 def test_nothing_grows_without_end() -> None:
     performance = Performance()
     for number in range(3000):
@@ -120,3 +131,4 @@ def test_the_newest_events_are_kept_and_long_texts_are_cut() -> None:
     assert {len(event["why"]) for event in kept} == {MAX_VALUE_CHARS}
     assert recent.newest(2) == kept[-2:]
     assert recent.newest(0) == []
+    assert recent.counts == {"peer_left": KEPT + 3}
