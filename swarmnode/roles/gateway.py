@@ -433,6 +433,7 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
         "pid": ready.pid if ready else None,
         "device": ready.device if ready else None,
         "threads": ready.threads if ready else None,
+        "kernels": ready.kernels if ready else None,
         "layers": [plan.first_layer, plan.end_layer - 1],
         "weight_bytes": plan.weight_bytes,
         "phase": ring.phase(index),

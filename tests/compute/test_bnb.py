@@ -91,6 +91,7 @@ def test_q1_quantized_as_from_pretrained_would(
                 compared += 1
     quantized = [name for name, m in theirs.items() if type(m).__module__.startswith("bitsandbytes")]
     assert compared == len(quantized) == 7 * LAYERS
+    assert {engine.model.kernels() for engine in chain.engines} == {"bitsandbytes"}  # type: ignore[attr-defined]
     for session, prompt in enumerate((prompt_of(40), prompt_of(9, 1))):
         parity.check(chain.reply(session, prompt, 10, 64), generate(made.model, prompt, 10))
 

@@ -119,6 +119,7 @@ def test_logits_are_those_of_the_quantized_weights_in_full_precision(
     chain = load(checkpoint, tmp_path / "s", quantization="int4-fast")
     model = chain.engines[0].model
     assert {type(p) for block in model.lean.blocks for p in block.projections} == {CardInt4Projection}
+    assert model.kernels() == "torchao"
     found = logits_of(chain)
     assert float((found - exact).norm() / exact.norm()) < 0.03, "bfloat16's rounding between the matrices"
 

@@ -88,6 +88,14 @@ def test_tokens_do_not_depend_on_stages_or_batch(method: str, checkpoint: Path, 
     assert tokens == expected
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stage_says_whose_kernels_serve_it(kernels: str, method: str, checkpoint: Path, tmp_path: Path) -> None:
+    chain = load(checkpoint, tmp_path / "s", 2, quantization=method)
+    said = {engine.model.kernels() for engine in chain.engines}
+    assert said == {"fastcpu" if kernels == "compiled" else "torch"}
+    assert load(checkpoint, tmp_path / "dense").engines[0].model.kernels() is None
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("method", METHODS)
 def test_dense_memory_is_let_go(method: str, checkpoint: Path, tmp_path: Path) -> None:
