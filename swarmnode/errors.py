@@ -139,6 +139,13 @@ class LoadFailed(SwarmError):
     code, status = "load_failed", 500
 
 
+class KernelsFailed(LoadRefused):
+    """A peer that declares the kernels of a quantization found as it loaded that they do not run there. The next load
+    of the model counts that peer as one without them, and is served in another way."""
+
+    code, status, retryable = "kernels_failed", 503, True
+
+
 class StageLost(SwarmError):
     """A stage's process, node or link went away while it held sessions."""
 

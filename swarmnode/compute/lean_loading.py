@@ -24,10 +24,10 @@ from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, s
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
 from swarmnode.compute.projections import DenseProjection
 from swarmnode.compute.tiled_projections import packed
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from swarmnode.compute.attention import AttentionSettings
     from swarmnode.compute.gguf_blocks import Q4Blocks
@@ -160,18 +160,31 @@ class LeanBuilder:
         except NotLean as error:
             self._give_up(str(error))
             return
-        block.settle(self._method, _placed(model.block(layer), self._kept.pop(layer, {})))
+        self._settle(block, _placed(model.block(layer), self._kept.pop(layer, {})))
         if self._adapter is not None:
             self._adapter.beside(model, layer, block)
         self._blocks[layer] = block
         if self._method != "none":
             model.block(layer).to("meta")
 
+    def _settle(self, block: LeanBlock, placed: Mapping[str, Sequence[Placed]]) -> None:
+        """Packing runs the kernels: what they raise here is why another quantization serves."""
+        try:
+            block.settle(self._method, placed)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError) as error:
+            if self._method == "none":
+                raise
+            raise KernelsFailed(
+                f"the kernels for {self._method} do not run here: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
+
     def _give_up(self, reason: str) -> None:
         if self._method != "none":
-            raise LoadRefused(
+            raise KernelsFailed(
                 f"architecture {self._model.name!r} cannot be served with {self._method}, whose kernels need "
-                f"Llama-shaped blocks: {reason}; load it with nf4 or bnb-int8, or without quantization"
+                f"Llama-shaped blocks: {reason}"
             )
         self.reason = reason
 

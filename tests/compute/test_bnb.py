@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from tiny_models import make_tiny
 
 from swarmnode.compute import bnb
 from swarmnode.compute.loader import load_stage
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed, LoadRefused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,5 +125,12 @@ def test_experts_that_bitsandbytes_would_leave_alone_are_refused(tmp_path: Path)
 
 def test_a_peer_without_the_library_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LoadRefused, match="bitsandbytes is not installed on this peer"):
+    with pytest.raises(KernelsFailed, match="bitsandbytes is not installed on this peer"):
+        bnb.replace_linears(None, "nf4", torch.float32)
+
+
+def test_a_library_that_cannot_be_imported_is_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(KernelsFailed, match="bitsandbytes does not run on this peer: "):
         bnb.replace_linears(None, "nf4", torch.float32)
