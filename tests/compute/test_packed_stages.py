@@ -13,7 +13,7 @@ from stage_chains import Chain, even_cuts, prompt_of, stage_specs
 from test_parity import write_random
 from tiny_models import make_tiny
 
-from swarmnode.compute import lean_block
+from swarmnode.compute import lean_block, lean_loading
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.spec import StageSpec
@@ -22,6 +22,7 @@ from swarmnode.errors import KernelsFailed, LoadRefused
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
 LAYERS = 3
 METHODS = ("int8", "int4-fast")
@@ -116,14 +117,15 @@ def test_a_family_the_kernels_do_not_serve_is_refused_with_the_reason(tmp_path: 
         load_stage(specs[0])
 
 
+@pytest.mark.parametrize("module", [lean_block, lean_loading], ids=["blocks", "head"])
 @pytest.mark.parametrize("error", [RuntimeError("not built for this CPU"), AttributeError("no such kernel")])
 def test_kernels_that_do_not_run_are_told_apart_from_what_else_may_fail(
-    error: Exception, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, module: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> object:
         raise error
 
-    monkeypatch.setattr(lean_block, "packed", failing)
+    monkeypatch.setattr(module, "packed", failing)
     with pytest.raises(KernelsFailed, match=f"kernels for int8 do not run here: {type(error).__name__}: {error}"):
         load(checkpoint, tmp_path / "s", quantization="int8")
 
