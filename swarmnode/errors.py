@@ -149,6 +149,13 @@ class OutOfMemory(LoadFailed):
     )
 
 
+class KernelsFailed(LoadRefused):
+    """A peer that declares the kernels of a quantization found as it loaded that they do not run there. The next load
+    of the model counts that peer as one without them, and is served in another way."""
+
+    code, status, retryable = "kernels_failed", 503, True
+
+
 class StageLost(SwarmError):
     """A stage's process, node or link went away while it held sessions."""
 

@@ -30,9 +30,16 @@ HELP = {
     "request_queue_time_seconds": "Until its prompt was begun.",
     "request_prefill_time_seconds": "From there to the first token.",
     "request_decode_time_seconds": "From the first token to the end.",
+    "stage_network_seconds": "Of a token: between stages, all links together; a reply's mean, once for each token.",
     "request_prompt_tokens": "Tokens of prompts.",
     "request_generation_tokens": "Tokens of replies.",
 }
+_OF_PEERS = (
+    ("peer_vram_bytes", "vram_bytes", 1, "What a peer's card has."),
+    ("peer_vram_free_bytes", "vram_free_bytes", 1, "What of it is free."),
+    ("peer_rtt_seconds", "round_trip_ms", 1e3, "The round trip of a peer's beats, as it measured them."),
+)
+"""Name, the key in a peer's row, how many of its units are one of the metric's, help."""
 
 
 def metrics_router(backend: Backend) -> APIRouter:
@@ -83,9 +90,12 @@ class _Swarm(Collector):
 def _request_metrics(counts: Sequence[ModelCounts]) -> Iterator[Metric]:
     yield _counter("prompt_tokens", "Tokens of prompts taken.", ((c.model, c.prompt_tokens) for c in counts))
     yield _counter("generation_tokens", "Tokens generated.", ((c.model, c.generated_tokens) for c in counts))
-    yield _counter("prefix_cache_queries", "Replies that came to their end.", ((c.model, c.replies) for c in counts))
-    yield _counter("prefix_cache_hits", "Those continued from memory.", ((c.model, c.prefix_hits) for c in counts))
-    yield _counter("prefix_cache_tokens", "Prompt tokens not read again.", ((c.model, c.cached_tokens) for c in counts))
+    looked_up = ((c.model, c.looked_up_tokens) for c in counts)
+    yield _counter("prefix_cache_queries", "Prompt tokens of replies that came to their end.", looked_up)
+    yield _counter(
+        "prefix_cache_hits", "Of those, what was not read again.", ((c.model, c.cached_tokens) for c in counts)
+    )
+    yield _counter("request_too_long", "Requests that can never fit, refused.", ((c.model, c.too_long) for c in counts))
     success = CounterMetricFamily(
         "swarmnode_request_success", "Replies by how they ended.", labels=["model_name", "finished_reason"]
     )
@@ -105,6 +115,15 @@ def _request_metrics(counts: Sequence[ModelCounts]) -> Iterator[Metric]:
             histogram = one.histograms[name]
             family.add_metric([one.model], histogram.buckets(), histogram.total)
         yield family
+    compute = HistogramMetricFamily(
+        "swarmnode_stage_compute_seconds",
+        "Of a token: in a stage; a reply's mean, once for each token.",
+        labels=["model_name", "stage"],
+    )
+    for one in counts:
+        for stage, histogram in one.stage_compute.items():
+            compute.add_metric([one.model, str(stage)], histogram.buckets(), histogram.total)
+    yield compute
 
 
 def _ring_metrics(rings: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -168,18 +187,21 @@ def _node_metrics(nodes: Mapping[str, Any]) -> Iterator[Metric]:
     for route, number in Counter(routes).items():
         links.add_metric([route], number)
     yield links
-    for key, text in (("vram_bytes", "What a peer's card has."), ("vram_free_bytes", "What of it is free.")):
-        memory = GaugeMetricFamily(f"swarmnode_peer_{key}", text, labels=["peer"])
+    for name, key, unit, text in _OF_PEERS:
+        family = GaugeMetricFamily(f"swarmnode_{name}", text, labels=["peer"])
         for peer in nodes.get("peers") or ():
             if peer.get(key) is not None:
-                memory.add_metric([str(peer.get("name"))], peer[key])
-        yield memory
+                family.add_metric([str(peer.get("name"))], peer[key] / unit)
+        yield family
     voters = GaugeMetricFamily("swarmnode_voters", "Nodes that decide who coordinates.")
     voters.add_metric([], len(nodes.get("voters") or ()))
     yield voters
     term = GaugeMetricFamily("swarmnode_election_term", "Of this coordinator; it grows with every election.")
     term.add_metric([], nodes.get("term") or 0)
     yield term
+    lost = CounterMetricFamily("swarmnode_stage_failover", "Rings that served, lost a stage and are loaded again.")
+    lost.add_metric([], (nodes.get("event_counts") or {}).get("ring_restoring") or 0)
+    yield lost
     tunnels = GaugeMetricFamily("swarmnode_relay_tunnels", "Tunnels through the coordinator's relay.")
     tunnels.add_metric([], (nodes.get("carried") or {}).get("tunnels") or 0)
     yield tunnels

@@ -1,4 +1,5 @@
-"""What was measured of machines and of the ways between them: how fast each steps, how far they are from each other.
+"""What was measured of machines and of the ways between them: how fast each steps, how far they are from each other,
+and whose kernels failed.
 
 Soft state: it is in memory only, comes with what stages and lanes report, and a coordinator that starts anew learns it
 again. A pure class; all it keeps is bounded.
@@ -27,6 +28,8 @@ MOST_NODES, MOST_KINDS, MOST_LINKS = 1024, 8, 64
 STRAGGLES, RECOVERED = 2.0, 1.5
 """So many times as slow as the median of the others that ran the same weights; in between nothing changes, so that a
 machine at the border is not told of again and again."""
+MOST_WHY_CHARS = 300
+"""Of a failure that a peer tells of."""
 
 
 class Weights(NamedTuple):
@@ -59,6 +62,8 @@ class _Machine:
     """The newest last."""
     links: dict[NodeId, tuple[LinkSeen, float]] = field(default_factory=dict)
     """By who is at the other end of what this node dialled, and when it was measured; the newest last."""
+    failed: dict[Weights, str] = field(default_factory=dict)
+    """Why its kernels do not run over these weights; the newest last."""
     straggles: bool = False
 
 
@@ -70,11 +75,13 @@ class MachineBook:
         self._events: list[StragglerChanged] = []
 
     def came(self, node: NodeId, boot: BootId) -> None:
-        """A process of the node is there. Another one than before may use another device: its steps are unknown."""
+        """A process of the node is there. Another one than before may use another device: its steps are unknown, and
+        its kernels may run."""
         machine = self._of(node)
         if machine.boot != boot:
             machine.boot = boot
             machine.paces.clear()
+            machine.failed.clear()
             machine.straggles = False
 
     def note_step(self, node: NodeId, weights: Weights, step_ms: float, work: float, now: float) -> None:
@@ -98,6 +105,10 @@ class MachineBook:
         )
         _renew(links, receiver, (seen, now), MOST_LINKS)
 
+    def note_failed(self, node: NodeId, weights: Weights, why: str) -> None:
+        """The kernels that it declares for these weights do not run there; so it stays until it starts anew."""
+        _renew(self._of(node).failed, weights, why[:MOST_WHY_CHARS], MOST_KINDS)
+
     def forget(self, node: NodeId) -> None:
         """It was removed from the swarm."""
         self._machines.pop(node, None)
@@ -118,15 +129,18 @@ class MachineBook:
             for receiver, (seen, at_s) in machine.links.items()
             if now - at_s < LASTS_S
         }
+        failed = {
+            node: machine.failed[weights] for node, machine in self._machines.items() if weights in machine.failed
+        }
         if not medians:
-            return Measured(links=links)
+            return Measured(links=links, failed=failed)
         usual_ms = medians[weights if weights in medians else self._newest_kind()]
         paces = dict(fresh.get(weights, {}))
         for node, machine in self._machines.items():
             compared = [kind for kind in machine.paces if len(fresh.get(kind, ())) > 1 and node in fresh[kind]]
             if node not in paces and compared:
                 paces[node] = usual_ms * fresh[compared[-1]][node] / medians[compared[-1]]
-        return Measured(paces, usual_ms, links)
+        return Measured(paces, usual_ms, links, failed)
 
     def straggles(self, node: NodeId) -> bool:
         return node in self._machines and self._machines[node].straggles

@@ -36,6 +36,8 @@ class Measured:
     ordinary_ms: float = 0.0
     """The pace of a node of which nothing is known."""
     links: Ways = field(default_factory=dict)
+    failed: Mapping[NodeId, str] = field(default_factory=dict)
+    """Nodes whose kernels did not run over these weights, and why."""
 
     @property
     def nothing(self) -> bool:

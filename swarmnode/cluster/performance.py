@@ -6,11 +6,13 @@ reasons are codes, windows have a fixed number of bins. It never sees a prompt o
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cluster.histogram import Histogram
+from swarmnode.errors import ContextTooLong, StreamClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,6 +30,8 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 3
 TOKENS = tuple(float(2**power) for power in range(0, 21, 2))
 TIMES_KEPT = 64
 """Keys of `swarm.timing` that are averaged: one for each stage and a handful more."""
+LINK_TIME = "link_ms"
+_STAGE_TIME = re.compile("stage([0-9]{1,3})_ms")
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class Bin:
 
     index: int
     requests: int = 0
+    too_long: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
@@ -74,25 +79,34 @@ class ModelCounts:
     model: ModelId
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    looked_up_tokens: int = 0
+    """Of the prompts of replies that came to their end."""
     cached_tokens: int = 0
-    prefix_hits: int = 0
+    """Of those, what was continued from memory."""
     succeeded: Counter[str] = field(default_factory=Counter)
     """By finish reason."""
+    too_long: int = 0
+    """Refused because they can never fit; no failure of the swarm's (K2)."""
     aborted: Counter[str] = field(default_factory=Counter)
     """By error code; `client_left` among them."""
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(b) for name, b in BUCKETS.items()}
     )
+    stage_compute: dict[int, Histogram] = field(default_factory=dict)
+    """By stage, seconds that a token took of it; each reply counts with its mean, once for each of its tokens."""
     bins: deque[Bin] = field(default_factory=lambda: deque(maxlen=BINS))
     first_tokens: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     """(when, seconds to the first token)"""
     times: deque[tuple[float, int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     """(when, tokens, where a reply's time went)"""
 
-    @property
-    def replies(self) -> int:
-        """Those that came to their end."""
-        return sum(self.succeeded.values())
+    def took(self, times_ms: Mapping[str, float], tokens: int) -> None:
+        """Where the time of a reply's tokens went, by the keys of `swarm.timing`."""
+        for key, ms in times_ms.items():
+            if key == LINK_TIME:
+                self.histograms["stage_network_seconds"].observe(ms / 1e3, tokens)
+            elif (stage := stage_timed(key)) is not None:
+                self.stage_compute.setdefault(stage, Histogram(SECONDS)).observe(ms / 1e3, tokens)
 
 
 BUCKETS: Mapping[str, tuple[float, ...]] = {
@@ -102,6 +116,7 @@ BUCKETS: Mapping[str, tuple[float, ...]] = {
     "request_queue_time_seconds": SECONDS,
     "request_prefill_time_seconds": SECONDS,
     "request_decode_time_seconds": SECONDS,
+    "stage_network_seconds": SECONDS,
     "request_prompt_tokens": TOKENS,
     "request_generation_tokens": TOKENS,
 }
@@ -154,26 +169,27 @@ class Performance:
         running = self._running.pop(request)
         counts = self._of(running.model)
         counts.succeeded[reason] += 1
+        counts.looked_up_tokens += running.prompt_tokens
         counts.cached_tokens += cached_tokens
-        counts.prefix_hits += cached_tokens > 0
         for name, value in _durations(running, now).items():
             counts.histograms[name].observe(value)
         times = {key: float(value) for key, value in timing.items() if key.endswith("_ms") and _is_number(value)}
-        counts.times.append((now, max(1, running.tokens), dict(list(times.items())[:TIMES_KEPT])))
+        kept, tokens = dict(list(times.items())[:TIMES_KEPT]), max(1, running.tokens)
+        counts.times.append((now, tokens, kept))
+        counts.took(kept, tokens)
 
     def aborted(self, request: RequestId, code: str, now: float) -> None:
-        """Any other end; nothing where the request has ended."""
+        """Any other end; nothing where the request has ended. Only what the swarm is to blame for has failed."""
         running = self._running.pop(request, None)
-        if running is not None:
-            counts = self._of(running.model)
-            counts.aborted[code] += 1
-            self._bin(counts, now).failed += 1
-
-    def refused(self, model: ModelId, code: str, now: float) -> None:
-        """A request that no ring took."""
-        counts = self._of(model)
+        if running is None:
+            return
+        counts = self._of(running.model)
+        if code == ContextTooLong.code:
+            counts.too_long += 1
+            self._bin(counts, now).too_long += 1
+            return
         counts.aborted[code] += 1
-        self._bin(counts, now).failed += 1
+        self._bin(counts, now).failed += code != StreamClosed.code
 
     # what can be seen
 
@@ -213,6 +229,7 @@ class Performance:
         return {
             "window_s": WINDOW_S,
             "requests": sum(one.requests for one in bins),
+            "too_long": sum(one.too_long for one in bins),
             "failed": sum(one.failed for one in bins),
             "prompt_tokens": sum(one.prompt_tokens for one in bins),
             "generated_tokens": sum(one.tokens for one in bins),
@@ -235,6 +252,12 @@ class Performance:
         if not counts.bins or counts.bins[-1].index < index:
             counts.bins.append(Bin(index))
         return counts.bins[-1]
+
+
+def stage_timed(key: str) -> int | None:
+    """The stage whose compute a key of `swarm.timing` is about."""
+    found = _STAGE_TIME.fullmatch(key)
+    return int(found[1]) if found is not None else None
 
 
 def _durations(running: Running, now: float) -> dict[str, float]:

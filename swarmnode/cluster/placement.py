@@ -74,6 +74,8 @@ class PeerResources:
     capabilities: frozenset[str] = ALL_CAPABILITIES
     kept_layers: tuple[int, int] = (0, 0)
     """The first of the model's layers whose files it keeps, and the one after the last."""
+    kernels_failed: str = ""
+    """Why those for the load's quantization do not run there, though it declares them."""
 
     def to_fetch(self, first_layer: int, end_layer: int) -> int:
         """How many of these layers it does not keep."""
@@ -264,19 +266,18 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
 
 def _has_kernels(peer: PeerResources, quantization: str) -> bool:
     needed = NEEDED_CAPABILITY.get(quantization)
-    return needed is None or needed in peer.capabilities
+    return needed is None or (needed in peer.capabilities and not peer.kernels_failed)
 
 
 def _check_kernels(chosen: Sequence[PeerResources], quantization: str) -> None:
-    lacking = [peer.name for peer in chosen if not _has_kernels(peer, quantization)]
+    lacking = [peer for peer in chosen if not _has_kernels(peer, quantization)]
     if lacking:
-        needed = NEEDED_CAPABILITY[quantization]
-        whose = f"peer {lacking[0]} cannot" if len(lacking) == 1 else f"peers {', '.join(lacking)} cannot"
-        raise LacksKernels(
-            f"{whose} hold {quantization} weights: {needed} is not declared there ({_WHY_LACKING[needed]}, or an older "
-            "swarmnode)",
-            param="quantization",
-        )
+        names = ", ".join(peer.name for peer in lacking)
+        whose = f"peer {names} cannot" if len(lacking) == 1 else f"peers {names} cannot"
+        undeclared = f"{NEEDED_CAPABILITY[quantization]} is not declared there ("
+        undeclared += f"{_WHY_LACKING[NEEDED_CAPABILITY[quantization]]}, or an older swarmnode)"
+        whys = dict.fromkeys(peer.kernels_failed or undeclared for peer in lacking)
+        raise LacksKernels(f"{whose} hold {quantization} weights: {'; '.join(whys)}", param="quantization")
 
 
 def _check_capabilities(chosen: Sequence[PeerResources]) -> None:
@@ -300,7 +301,7 @@ def _lacks(peer: PeerResources, quantization: str, stages: int) -> str:
     """What it would need to declare; nothing where it can hold a stage."""
     if not _has_kernels(peer, quantization):
         needed = NEEDED_CAPABILITY[quantization]
-        return f"{needed} for {quantization} weights ({_WHY_LACKING[needed]})"
+        return f"{needed} for {quantization} weights ({peer.kernels_failed or _WHY_LACKING[needed]})"
     return _missing(peer, stages)
 
 

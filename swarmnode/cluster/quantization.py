@@ -76,6 +76,11 @@ def _meaning(meanings: Mapping[str, Mapping[str | int, str]], key: object, value
     return known.get(value) if type(value) in (str, int) else None  # type: ignore[call-overload]
 
 
+def as_served(method: str) -> str:
+    """How a ring serves, for people."""
+    return "in full precision" if method == NONE else f"with {method}"
+
+
 def merges_adapter(method: str, *, dora: bool) -> bool:
     """Whether a LoRA adapter is merged into the weights before they are stored by `method`, or kept beside them.
 

@@ -15,22 +15,19 @@ import torch
 from torch import nn
 
 from swarmnode.compute.spec import BNB_METHODS
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed, LoadRefused
 
 NF4, INT8 = BNB_METHODS
 NF4_BLOCK = 64
 """Weights that share one absmax; bitsandbytes' and transformers' default."""
 _CHUNK_ELEMENTS = 1 << 18
 """Quantized at a time, a multiple of NF4_BLOCK: bitsandbytes' CPU kernel takes some 17 bytes of scratch for each."""
-_MISSING = (
-    "bitsandbytes is not installed on this peer; install it there, name other peers, or load without quantization"
-)
 
 
 def replace_linears(model: Any, method: str, dtype: torch.dtype) -> None:
     """Swap the linear layers that transformers would quantize for bitsandbytes' own; `model` is whole and on meta.
 
-    Raises LoadRefused where bitsandbytes is missing or would leave most of a block's weights as they are.
+    Raises KernelsFailed where bitsandbytes is missing, LoadRefused where it would leave most weights alone.
     """
     bnb = _bitsandbytes()
     import transformers
@@ -59,7 +56,8 @@ def quantized(module: Any, leaf: str, value: torch.Tensor) -> nn.Parameter | Non
     try:
         return _nf4(module, value) if isinstance(module, _bitsandbytes().nn.Linear4bit) else _int8(value)
     except RuntimeError as error:
-        raise LoadRefused(f"bitsandbytes cannot quantize on {value.device}: {str(error)[:500]}") from error
+        refusal = LoadRefused if isinstance(error, torch.OutOfMemoryError) else KernelsFailed
+        raise refusal(f"bitsandbytes cannot quantize on {value.device}: {str(error)[:500]}") from error
 
 
 def weight_bytes(parameter: nn.Parameter) -> int:
@@ -121,7 +119,9 @@ def _refuse_fused_experts(model: Any, method: str) -> None:
 
 def _bitsandbytes() -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise LoadRefused(_MISSING)
-    import bitsandbytes
-
+        raise KernelsFailed("bitsandbytes is not installed on this peer")
+    try:
+        import bitsandbytes
+    except (ImportError, OSError, RuntimeError) as error:
+        raise KernelsFailed(f"bitsandbytes does not run on this peer: {str(error)[:200]}") from error
     return bitsandbytes

@@ -31,6 +31,7 @@ class CardInt4Projection:
     """x (…, in) → (…, out); `weight` is (out, in) on the card, `in` a multiple of GROUP."""
 
     __slots__ = ("_bias", "_missing", "_out", "_scales_zeros", "_tiles")
+    kernels = "torchao"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out, inputs = weight.shape

@@ -72,6 +72,10 @@ class LeanDecoder:
         self.blocks = list(blocks)
         self._kinds, self._tables = list(kinds), tables
 
+    def kernels(self) -> str:
+        """Whose multiply the blocks' matrices: a name, or more of them joined by +."""
+        return "+".join(sorted({projection.kernels for block in self.blocks for projection in block.projections}))
+
     def run(self, rows: torch.Tensor, positions: torch.Tensor, caches: Sequence[SessionCache]) -> torch.Tensor:
         """(batch, n, hidden) rows at (batch, n) positions through all blocks; `rows` stay as they are."""
         step = StepCache(caches, 0)

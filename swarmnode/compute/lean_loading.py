@@ -9,6 +9,7 @@ read some rows at a time, for it may be larger than any block.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,10 +25,10 @@ from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, s
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
 from swarmnode.compute.projections import DenseProjection
 from swarmnode.compute.tiled_projections import packed
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from swarmnode.compute.attention import AttentionSettings
     from swarmnode.compute.gguf_blocks import Q4Blocks
@@ -144,14 +145,15 @@ class LeanBuilder:
             return lambda rows: _family_logits(model, rows)
         weight, bias = model.outer.lm_head.weight, model.outer.lm_head.bias
         if self._method not in HEAD_BYTES_PER_PARAM:
-            head = DenseProjection(weight, bias)
-            head.measure()
-            return LeanTail(norm, head)
+            dense = DenseProjection(weight, bias)
+            dense.measure()
+            return LeanTail(norm, dense)
         # Packing needs of a weight its shape and its rows in turn, which the file gives as well.
-        tail = LeanTail(norm, packed(HEAD_METHOD, weight if stored is None else cast("torch.Tensor", stored), bias))
+        with self._packing():
+            head = packed(HEAD_METHOD, weight if stored is None else cast("torch.Tensor", stored), bias)
         if stored is not None:
             model.outer.lm_head.to("meta")
-        return tail
+        return LeanTail(norm, head)
 
     def _complete(self, layer: int) -> None:
         model, fused = self._model, self._fused.pop(layer)
@@ -160,18 +162,33 @@ class LeanBuilder:
         except NotLean as error:
             self._give_up(str(error))
             return
-        block.settle(self._method, _placed(model.block(layer), self._kept.pop(layer, {})))
+        with self._packing():
+            block.settle(self._method, _placed(model.block(layer), self._kept.pop(layer, {})))
         if self._adapter is not None:
             self._adapter.beside(model, layer, block)
         self._blocks[layer] = block
         if self._method != "none":
             model.block(layer).to("meta")
 
+    @contextmanager
+    def _packing(self) -> Iterator[None]:
+        """Packing runs the kernels: what they raise in this block is why another quantization serves."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError) as error:
+            if self._method == "none":
+                raise
+            raise KernelsFailed(
+                f"the kernels for {self._method} do not run here: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
+
     def _give_up(self, reason: str) -> None:
         if self._method != "none":
-            raise LoadRefused(
+            raise KernelsFailed(
                 f"architecture {self._model.name!r} cannot be served with {self._method}, whose kernels need "
-                f"Llama-shaped blocks: {reason}; load it with nf4 or bnb-int8, or without quantization"
+                f"Llama-shaped blocks: {reason}"
             )
         self.reason = reason
 

@@ -26,7 +26,7 @@ from swarmnode.compute.spec import BNB_METHODS, PACKED_METHODS, serving_dtype
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.compute.stored_tensors import Part, find_tensors, parts_of
 from swarmnode.compute.tensor_reader import StoredMatrix, TensorReader
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed, LoadRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,17 +73,14 @@ def _load(spec: StageSpec, progress: Progress | None) -> TorchEngine:
 
 
 def _check_kernels(kernels: str, device: torch.device) -> None:
-    """Raise LoadRefused where they do not run; makes the card the current one, where torchao looks for it."""
+    """Raise KernelsFailed where they do not run; makes the card the current one, where torchao looks for it."""
     if device.type == "cpu":
         return
     torch.cuda.set_device(device)
     if kernels in PACKED_METHODS:
-        raise LoadRefused(
-            f"quantization {kernels!r} packs weights for the CPU's kernels, this stage is on {device}; "
-            "use --device cpu there, or load with nf4 or bnb-int8, or without quantization"
-        )
+        raise KernelsFailed(f"{kernels} packs weights for the CPU's kernels, and this stage is on {device}")
     if kernels == INT4_CARD and (obstacle := int4_obstacle(device)):
-        raise LoadRefused(f"{INT4_CARD} cannot be served: {obstacle}; load with nf4, or without quantization")
+        raise KernelsFailed(f"{INT4_CARD} cannot be served: {obstacle}")
 
 
 def _stored_dtype(stored: Mapping[str, Stored]) -> str:

@@ -192,6 +192,10 @@ class AdaptedProjection:
         self._ranks = [low.a.shape[0] for _, _, low in parts]
         self._parts = [(begin, end, low.b) for begin, end, low in parts]
 
+    @property
+    def kernels(self) -> str:
+        return self._inner.kernels
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         result = self._inner(rows)
         shrunk = torch.split(linear(rows.to(self._a.dtype), self._a), self._ranks, -1)

@@ -44,6 +44,10 @@ _CHUNK_ELEMENTS = 1 << 20
 class Projection(Protocol):
     """x (…, in) → (…, out)."""
 
+    @property
+    def kernels(self) -> str:
+        """Whose multiply it: `dense`, `torch` (packed), `fastcpu` (compiled at load) or `torchao`."""
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def size_bytes(self) -> int: ...
@@ -63,6 +67,7 @@ class DenseProjection:
     float32 where that is faster. Few rows may have a way of their own, see `few_rows.py`."""
 
     __slots__ = ("_bias", "_float_from", "_ways", "_weight")
+    kernels = "dense"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -118,6 +123,7 @@ class PackedProjection(ABC):
 
     __slots__ = ("_bias", "_out", "_unpack_from")
     name = ""
+    kernels = "torch"
 
     def __init__(self, shape: torch.Size, bias: torch.Tensor | None) -> None:
         self._out = shape[0]

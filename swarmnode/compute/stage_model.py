@@ -135,6 +135,12 @@ class StageModel:
         """From here on `decoder` runs the blocks, and on the last stage `tail` what follows them."""
         self.lean, self._lean_tail = decoder, tail
 
+    def kernels(self) -> str | None:
+        """Whose multiply the quantized weights; None where none are quantized."""
+        if not self.quantized:
+            return None
+        return "bitsandbytes" if self.lean is None else self.lean.kernels()
+
     def tail_bytes(self) -> int:
         """Bytes of the head that one step reads."""
         if isinstance(self._lean_tail, LeanTail):

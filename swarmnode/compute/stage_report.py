@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """`costs` is None where nothing was measured."""
+    """`costs` is None where nothing was measured, `kernels` where nothing is quantized."""
 
     kv_tokens: int
     kv_tokens_planned: int
     device: str
     threads: int
     costs: StageCosts | None
+    kernels: str | None = None
 
     def as_map(self) -> dict[str, Any]:
         """The part of the `ready` frame's body that is about the stage."""
@@ -48,6 +49,7 @@ class StageReport:
             "kv_tokens_planned": self.kv_tokens_planned,
             "device": self.device,
             "threads": self.threads,
+            "kernels": self.kernels,
             "costs": None if self.costs is None else costs_as_map(self.costs),
         }
 
@@ -73,7 +75,9 @@ def report_stage(
     tokens = admitted_tokens(spec.kv_tokens, min(spec.min_context_tokens, spec.context_tokens), room)
     if tokens < spec.kv_tokens:
         _log(spec, f"KV for {tokens:,} tokens fits, {spec.kv_tokens:,} were planned: {room.why}")
-    return StageReport(tokens, spec.kv_tokens, str(model.device), torch.get_num_threads(), costs)
+    return StageReport(
+        tokens, spec.kv_tokens, str(model.device), torch.get_num_threads(), costs, kernels=model.kernels()
+    )
 
 
 def piece_tokens(spec: WorkerSpec) -> int:

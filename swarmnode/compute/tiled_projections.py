@@ -44,6 +44,7 @@ class TiledInt8Projection(PackedProjection):
 
     __slots__ = ("_multiply", "_scales", "_weight")
     name = "tiled int8"
+    kernels = "fastcpu"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: IntegerKernels) -> None:
         out, inputs = weight.shape
@@ -78,6 +79,7 @@ class TiledInt4Projection(PackedProjection):
 
     __slots__ = ("_multiply", "_weight", "_zeros")
     name = "tiled int4-fast"
+    kernels = "fastcpu"
 
     def __init__(
         self,

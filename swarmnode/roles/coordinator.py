@@ -426,6 +426,8 @@ class Coordinator:
             ring.gauges[stage] = read_gauges(frame)
         elif frame.kind == "stage_ready":
             ring.take_ready(stage, read_report(ReadyStage, frame))
+        elif frame.kind == "stage_failed":
+            ring.take_failure(stage, frame.header["code"], frame.header["message"])
         else:
             if frame.kind == "linked" and frame.body:
                 ring.take_links(stage, read_report(LinkedStage, frame).links)
@@ -447,8 +449,6 @@ def _ring_input(stage: int, frame: Frame) -> RingInput:
             return StageLinked(stage, _links(header))
         case "probed":
             return ProbeReturned()
-        case "stage_failed":
-            return StageDown(stage, header["code"], header["message"])
         case "broken":
             why = header.get("message") or f"stage {stage} saw the ring break"
             return StageDown(stage, "stage_lost", why, symptom=True, links=_links(header))

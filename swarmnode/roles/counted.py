@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.api.backend import Accepted, ChatEvent, Done, Started, TextDelta
-from swarmnode.errors import StreamClosed, SwarmError
+from swarmnode.errors import InternalError, StreamClosed, SwarmError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def counted(performance: Performance, request: RequestId, model: ModelId) -> Iterator[Callable[[ChatEvent], None]]:
-    """The block is the request: give every event to what it yields. An end without Done counts by its error's code."""
+    """The block is the request: give every event to what it yields. An end without Done counts by its
+    error's code, and without an error as a client that left."""
 
     def note(event: ChatEvent) -> None:
         now = trio.current_time()
@@ -39,6 +40,9 @@ def counted(performance: Performance, request: RequestId, model: ModelId) -> Ite
         yield note
     except SwarmError as error:
         code = error.code
+        raise
+    except Exception:
+        code = InternalError.code
         raise
     finally:
         performance.aborted(request, code, trio.current_time())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ _log = logging.getLogger(__name__)
 
 
 class Enrolment:
-    """The coordinator's side: makes tokens, serves `join` channels, renews, removes. `clock` gives Unix seconds."""
+    """The coordinator's side: makes tokens, serves `join` channels, renews, removes. `clock` gives Unix seconds, for
+    dates alone: intervals are of trio's clock, which nobody sets back."""
 
     def __init__(
         self,
@@ -119,14 +121,14 @@ class Enrolment:
     async def serve(self, hello: Hello, channel: Channel) -> None:
         """One `join` channel: the CA for everybody, a certificate for who knows a secret."""
         home = home_of(channel.source)
-        self._budget.check(home, self._clock())
+        self._budget.check(home, trio.current_time())
         await channel.send(Frame("ca", {}, pack_body({"ca": certs.to_der(self.authority.certificate)})))
         asked = await next_body(channel, "join")
         try:
             token_id, secret, request = (bytes_of(asked, name) for name in ("id", "secret", "request"))
             certificate = await self._admit(token_id, secret, request, hello.identity.name)
         except SwarmError as error:
-            self._budget.failed(home, self._clock())
+            self._budget.failed(home, trio.current_time())
             _log.warning("a node at %s may not join: %s", channel.source or "?", error)
             raise
         await channel.send(self._issued(certificate))
@@ -140,9 +142,9 @@ class Enrolment:
         hourly, and whoever asks without end must not cost a signature and a write each time.
         """
         request = own_request(node, body)
-        now = self._clock()
-        young = shown is not None and now < certs.renewal_s(shown) - CLOCK_SPREAD_S
-        if young or now - self._renewed_s.get(node, -RENEWAL_PAUSE_S) < RENEWAL_PAUSE_S:
+        now = trio.current_time()
+        young = shown is not None and self._clock() < certs.renewal_s(shown) - CLOCK_SPREAD_S
+        if young or now - self._renewed_s.get(node, -math.inf) < RENEWAL_PAUSE_S:
             _log.info("node %s asked for its next certificate too early", node[:8])
             return None
         certificate = await self._state.change(lambda _, nodes: self._certify(nodes, request, name))

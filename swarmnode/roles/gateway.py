@@ -229,6 +229,7 @@ class Gateway:
             "carried": self._carried(),
             "requests": self._performance.running(trio.current_time()),
             "events": coordinator.recent.newest(),
+            "event_counts": dict(coordinator.recent.counts),
             "traffic": coordinator.context.traffic.snapshot(),
         }
 
@@ -433,6 +434,7 @@ def _stage_status(ring: LoadedRing, index: int) -> dict[str, Any]:
         "pid": ready.pid if ready else None,
         "device": ready.device if ready else None,
         "threads": ready.threads if ready else None,
+        "kernels": ready.kernels if ready else None,
         "layers": [plan.first_layer, plan.end_layer - 1],
         "weight_bytes": plan.weight_bytes,
         "phase": ring.phase(index),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from swarmnode.cluster.machine_book import MachineBook
+from swarmnode.cluster.quantization import as_served, degraded
 from swarmnode.cluster.ring_life import RingLife, RingState
 from swarmnode.cluster.ring_life_messages import (
     Progress,
@@ -29,7 +30,7 @@ from swarmnode.cluster.ring_life_messages import (
     UnloadAsked,
 )
 from swarmnode.driver import Driver
-from swarmnode.errors import ModelUnloading, StageLost, StreamClosed, SwarmError, from_wire
+from swarmnode.errors import KernelsFailed, ModelUnloading, StageLost, StreamClosed, SwarmError, from_wire
 from swarmnode.roles.requests import RequestStream
 from swarmnode.roles.ring_measures import RingMeasures
 from swarmnode.wire.bodies import pack_body
@@ -191,6 +192,14 @@ class LoadedRing:
                 self.plan.kv_tokens,
             )
         self.feed(StageReady(stage, report.address, report.kv_tokens, report.links))
+
+    def take_failure(self, stage: int, code: str, why: str) -> None:
+        """A stage did not load, or broke down."""
+        if code == KernelsFailed.code and (others := degraded(self.quantization)):
+            self.measures.kernels_failed(stage, why)
+            ways = " or ".join(map(as_served, others))
+            why = f"{why}; load {self.model} again: other peers then serve it, or these {ways}"
+        self.feed(StageDown(stage, code, why))
 
     async def unload(self, *, force: bool) -> None:
         """Let running replies finish (for DRAIN_S, not at all with `force`), then give every stage's memory back."""

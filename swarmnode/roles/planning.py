@@ -14,7 +14,7 @@ from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import NOTHING_MEASURED
 from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
-from swarmnode.cluster.quantization import NONE, default_quantization, degraded
+from swarmnode.cluster.quantization import NONE, as_served, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
 from swarmnode.compute.supported import SCRIPTED, architecture_name, check_supported, quantization_obstacles
 from swarmnode.errors import InvalidModel, LoadRefused
@@ -216,7 +216,8 @@ def _place(
         )
         try:
             measured = swarm.known.measured(Weights(manifest.model_id, request.dtype, method))
-            plan = plan_load(shape, request, swarm.offers, measured)
+            offers = [replace(offer, kernels_failed=measured.failed.get(offer.node, "")) for offer in swarm.offers]
+            plan = plan_load(shape, request, offers, measured)
         except LacksKernels as error:
             lacking += f"{error.message}; "
         except LoadRefused as error:
@@ -224,8 +225,7 @@ def _place(
                 raise
             raise LoadRefused(f"{lacking}and with {method}: {error.message}", param="quantization") from error
         else:
-            served = "in full precision" if method == NONE else f"with {method}"
-            return plan, request, f"{lacking}served {served}" if lacking else ""
+            return plan, request, f"{lacking}served {as_served(method)}" if lacking else ""
     raise AssertionError("full precision needs no kernels")
 
 

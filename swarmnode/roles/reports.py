@@ -135,7 +135,8 @@ class StepCosts(_Report):
 
 class ReadyStage(_Report):
     """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine, the
-    device and threads it really uses, and what its steps cost, where it measured them."""
+    device and threads it really uses, whose kernels multiply its quantized weights, and what its steps cost, where it
+    measured them."""
 
     address: Name
     addresses: Annotated[list[Name], Field(max_length=MAX_ADDRESSES)] = []
@@ -143,6 +144,7 @@ class ReadyStage(_Report):
     pid: Count
     device: Name | None = None
     threads: Count | None = None
+    kernels: Name | None = None
     costs: StepCosts | None = None
     links: Count = 0
 

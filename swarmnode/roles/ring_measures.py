@@ -31,6 +31,10 @@ class RingMeasures:
         if step_ms is not None:
             self._step(stage, step_ms, now)
 
+    def kernels_failed(self, stage: int, why: str) -> None:
+        """Those for its weights do not run at a stage's peer: the next plan does without them there."""
+        self._book.note_failed(self._stages[stage].peer.node, self._weights, why)
+
     def linked(self, stage: int, links: Sequence[LaneLink], now: float) -> None:
         """What its lanes to the next stage measured, the best of them: prompts may queue on theirs."""
         sender, receiver = (self._stages[i % len(self._stages)].peer.node for i in (stage, stage + 1))

@@ -206,9 +206,20 @@ def _kv(status: Mapping[str, Any]) -> str:
 
 
 def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
-    table = FittedTable(
-        ">STAGE", "PEER", "LAYERS", "PHASE", ">SESSIONS", ">WEIGHTS?", ">KV TOKENS?", ">KV?", "DEVICE?", ">THREADS?"
-    )
+    columns = [
+        ">STAGE",
+        "PEER",
+        "LAYERS",
+        "PHASE",
+        ">SESSIONS",
+        ">WEIGHTS?",
+        ">KV TOKENS?",
+        ">KV?",
+        "DEVICE?",
+        ">THREADS?",
+    ]
+    kernels = ["KERNELS?"] if any(stage.get("kernels") for stage in stages) else []
+    table = FittedTable(*columns, *kernels)
     for stage in stages:
         table.add_row(
             quantities.count(stage.get("stage")),
@@ -221,6 +232,7 @@ def _stages_table(stages: Sequence[Mapping[str, Any]]) -> FittedTable:
             quantities.size(stage.get("kv_bytes")),
             literal(stage.get("device")),
             quantities.count(stage.get("threads")),
+            *([literal(stage.get("kernels"))] if kernels else []),
         )
     return table
 

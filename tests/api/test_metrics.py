@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import swarmnode
 from swarmnode.api.metrics import exposition
 from swarmnode.cluster.performance import Performance
 from swarmnode.ids import ModelId, RequestId
@@ -14,10 +15,14 @@ from swarmnode.ids import ModelId, RequestId
 MODEL = ModelId("m")
 NODES = {
     "peers": [
-        {"node": "n1", "name": "den", "state": "alive", "route": "direct", "vram_bytes": 8000, "vram_free_bytes": 5000},
+        {"node": "n1", "name": "den", "state": "alive", "route": "direct", "vram_bytes": 8000}
+        | {"vram_free_bytes": 5000, "round_trip_ms": 4.5},
         {"node": "n2", "name": 'at"tic\n', "state": "suspect", "route": "relayed", "vram_bytes": None},
         {"node": "n3", "name": "loft", "state": "awaited", "address": None},
     ],
+    "voters": ["den", "loft", "attic"],
+    "term": 6,
+    "event_counts": {"peer_joined": 4, "ring_restoring": 2},
     "carried": {"tunnels": 3, "polled": 0},
     "traffic": [
         {"kind": "requests", "peer": "n1", "ring": "", "lane": "", "bytes_in": 5, "bytes_out": 7},
@@ -34,8 +39,11 @@ NODES = {
             "restoring": None,
             "running": 2,
             "waiting": 1,
+            "paused": 4,
+            "parked": 5,
             "kv_tokens": 1000,
             "kv_reserved_tokens": 250,
+            "kv_parked_tokens": 100,
             "tokens_per_s": 12.5,
             "stages": [
                 {
@@ -75,55 +83,107 @@ def counted() -> Performance:
         performance.gave(request, 1, 10.5)
         performance.gave(request, 3, 11.1)
         if reason:
-            performance.finished(request, reason, 8 if number else 0, {}, 11.2)
+            times = {"stage0_ms": 100.0, "stage1_ms": 300.0, "link_ms": 25.0, "queue_ms": 1.0}
+            performance.finished(request, reason, 8 if number else 0, times, 11.2)
         else:
             performance.aborted(request, "stage_lost", 11.2)
+    performance.opened(RequestId("long"), MODEL, 11.2)
+    performance.aborted(RequestId("long"), "context_too_long", 11.3)
     return performance
 
 
-def test_requests_are_counted_under_vllms_names() -> None:
+TABLE = {
+    ("build_info", swarmnode.__version__): 1,
+    # of requests: three replies of four tokens, one of which was cut off, and a prompt that never fits
+    ("prompt_tokens_total", "m"): 60,
+    ("generation_tokens_total", "m"): 12,
+    ("prefix_cache_queries_total", "m"): 40,
+    ("prefix_cache_hits_total", "m"): 8,
+    ("request_success_total", "m", "stop"): 1,
+    ("request_success_total", "m", "length"): 1,
+    ("request_aborted_total", "m", "stage_lost"): 1,
+    ("request_too_long_total", "m"): 1,
+    ("time_to_first_token_seconds_count", "m"): 3,
+    ("time_to_first_token_seconds_sum", "m"): 1.5,
+    ("inter_token_latency_seconds_count", "m"): 9,  # three tokens came together, thrice
+    ("inter_token_latency_seconds_sum", "m"): 1.8,
+    ("e2e_request_latency_seconds_count", "m"): 2,
+    ("e2e_request_latency_seconds_sum", "m"): 2.4,
+    ("request_queue_time_seconds_count", "m"): 2,
+    ("request_queue_time_seconds_sum", "m"): 0.4,
+    ("request_prefill_time_seconds_count", "m"): 2,
+    ("request_prefill_time_seconds_sum", "m"): 0.6,
+    ("request_decode_time_seconds_count", "m"): 2,
+    ("request_decode_time_seconds_sum", "m"): 1.4,
+    ("request_prompt_tokens_count", "m"): 2,
+    ("request_prompt_tokens_sum", "m"): 40,
+    ("request_generation_tokens_count", "m"): 2,
+    ("request_generation_tokens_sum", "m"): 8,
+    ("stage_network_seconds_count", "m"): 8,
+    ("stage_network_seconds_sum", "m"): 0.2,
+    ("stage_compute_seconds_count", "m", "0"): 8,
+    ("stage_compute_seconds_sum", "m", "0"): 0.8,
+    ("stage_compute_seconds_count", "m", "1"): 8,
+    ("stage_compute_seconds_sum", "m", "1"): 2.4,
+    # of rings
+    ("num_requests_running", "m"): 2,
+    ("num_requests_waiting", "m"): 1,
+    ("num_requests_paused", "m"): 4,
+    ("num_conversations_parked", "m"): 5,
+    ("tokens_per_second", "m"): 12.5,
+    ("kv_cache_tokens", "m"): 1000,
+    ("kv_cache_usage_perc", "m"): 0.25,
+    ("kv_cache_parked_perc", "m"): 0.1,
+    ("layer_coverage_ratio", "m"): 0.75,
+    ("stages", "m", "ready"): 1,
+    ("stages", "m", "loading"): 1,
+    ("stage_vram_bytes", "m", "0"): 1000,
+    ("lanes", "m", "relayed"): 1,
+    ("lane_bytes_total", "m", "0", "act0"): 99,
+    ("link_round_trip_seconds", "m", "0", "act0"): 0.012,
+    ("model_restoring", "m"): 0,
+    ("model_restoring", "lost"): 1,
+    ("model_restoring", "failed"): 0,
+    ("model_restoring_failures", "m"): 0,
+    ("model_restoring_failures", "lost"): 2,
+    ("model_restoring_failures", "failed"): 0,
+    ("stage_failover_total",): 2,
+    # of nodes; the bytes of a ring's lanes and of peers that are gone are not there
+    ("peers", "alive"): 1,
+    ("peers", "suspect"): 1,
+    ("peers", "awaited"): 1,
+    ("links", "direct"): 1,
+    ("links", "relayed"): 1,
+    ("peer_vram_bytes", "den"): 8000,
+    ("peer_vram_free_bytes", "den"): 5000,
+    ("peer_rtt_seconds", "den"): 0.0045,
+    ("voters",): 3,
+    ("election_term",): 6,
+    ("relay_tunnels",): 3,
+    ("link_bytes_total", "den", "requests", "in"): 5,
+    ("link_bytes_total", "den", "requests", "out"): 7,
+}
+"""All of `/metrics` but the histograms' buckets: the name without its prefix, the labels' values."""
+
+
+def test_every_name_with_its_labels_and_its_value() -> None:
     found = Samples(exposition(counted().counts(), NODES))
-    assert found("swarmnode_prompt_tokens_total", "m") == 60
-    assert found("swarmnode_generation_tokens_total", "m") == 12
-    assert found("swarmnode_request_success_total", "m", "stop") == 1
-    assert found("swarmnode_request_success_total", "m", "length") == 1
-    assert found("swarmnode_request_aborted_total", "m", "stage_lost") == 1
-    assert found("swarmnode_prefix_cache_queries_total", "m") == 2
-    assert found("swarmnode_prefix_cache_hits_total", "m") == 1
+    buckets = {key: value for key, value in found.items() if key[0].endswith("_bucket")}
+    wanted = {(f"swarmnode_{name}", frozenset(labels)): value for (name, *labels), value in TABLE.items()}
+    assert {key: value for key, value in found.items() if key not in buckets} == pytest.approx(wanted)
+    for (name, labels), value in buckets.items():
+        if "+Inf" in labels:
+            assert value == found[name.replace("_bucket", "_count"), labels - {"+Inf"}]
     assert found("swarmnode_time_to_first_token_seconds_bucket", "m", "0.5") == 3
     assert found("swarmnode_time_to_first_token_seconds_bucket", "m", "0.2") == 0
-    assert found("swarmnode_inter_token_latency_seconds_count", "m") == 9, "three tokens came together, thrice"
-    assert found("swarmnode_inter_token_latency_seconds_sum", "m") == pytest.approx(1.8)
-    assert found("swarmnode_request_generation_tokens_sum", "m") == 8
-
-
-def test_rings_stages_lanes_links_and_peers() -> None:
-    found = Samples(exposition([], NODES))
-    assert found("swarmnode_num_requests_running", "m") == 2
-    assert found("swarmnode_kv_cache_usage_perc", "m") == 0.25
-    assert found("swarmnode_layer_coverage_ratio", "m") == 0.75
-    assert found("swarmnode_stages", "m", "loading") == 1
-    assert found("swarmnode_lanes", "m", "relayed") == 1
-    assert found("swarmnode_link_round_trip_seconds", "m", "0", "act0") == 0.012
-    assert found("swarmnode_lane_bytes_total", "m", "0", "act0") == 99
-    assert found("swarmnode_peers", "suspect") == 1
-    assert found("swarmnode_links", "relayed") == 1
-    assert found("swarmnode_relay_tunnels") == 3
-    assert found("swarmnode_link_bytes_total", "den", "requests", "out") == 7
-    assert not [labels for name, labels in found if labels & {"gone"} or ("bytes" in name and labels & {"relayed"})]
-
-
-def test_models_that_are_being_loaded_again() -> None:
-    found = Samples(exposition([], NODES))
-    restoring = {model: found("swarmnode_model_restoring", model) for model in ("lost", "failed", "m")}
-    assert restoring == {"lost": 1, "failed": 0, "m": 0}
-    assert found("swarmnode_model_restoring_failures", "lost") == 2
+    assert found("swarmnode_stage_compute_seconds_bucket", "m", "1", "0.2") == 0
+    assert found("swarmnode_stage_compute_seconds_bucket", "m", "1", "0.5") == 8
 
 
 def test_a_swarm_without_anything_has_its_names_all_the_same() -> None:
     found = Samples(exposition([], {}))
-    names = ["swarmnode_build_info", "swarmnode_voters", "swarmnode_election_term", "swarmnode_relay_tunnels"]
-    assert [name for name, _ in found] == names
+    names = ["build_info", "voters", "election_term", "stage_failover_total", "relay_tunnels"]
+    assert [name.removeprefix("swarmnode_") for name, _ in found] == names
 
 
 async def test_over_http(gateway: Any) -> None:
@@ -135,14 +195,3 @@ async def test_over_http(gateway: Any) -> None:
     assert (performance["id"], performance["window_s"], performance["requests"]) == ("replay-1", 900, 0)
     assert (await gateway.client.get("/api/v1/models/none/performance")).status_code == 404
     assert (await gateway.client.get("/api/v1/workers/den/logs")).status_code == 404
-
-
-def test_c1_a_cards_memory_is_there_for_who_has_one() -> None:
-    found = Samples(exposition([], NODES))
-    cards = {key: value for key, value in found.items() if "vram" in key[0]}
-    assert cards == {
-        ("swarmnode_peer_vram_bytes", frozenset({"den"})): 8000,
-        ("swarmnode_peer_vram_free_bytes", frozenset({"den"})): 5000,
-        ("swarmnode_stage_vram_bytes", frozenset({"m", "0"})): 1000,
-    }
-    assert {key[1] for key in found if key[0] == "swarmnode_links"} == {frozenset({"direct"}), frozenset({"relayed"})}

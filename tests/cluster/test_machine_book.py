@@ -12,6 +12,7 @@ from swarmnode.cluster.machine_book import (
     MOST_KINDS,
     MOST_LINKS,
     MOST_NODES,
+    MOST_WHY_CHARS,
     STRAGGLES,
     MachineBook,
     StragglerChanged,
@@ -80,6 +81,24 @@ def test_a_node_that_starts_anew_may_use_another_device() -> None:
     machines.came(B, BootId("first"))
     assert machines.seen(BF16, 2.0).paces == {A: 10.0, B: 90.0}, "it was only connected anew"
     assert machines.seen(BF16, 2.0).links == {(B, A): LinkSeen(3.0)}, "the way to it is the same"
+
+
+def test_kernels_that_failed_over_some_weights_are_not_tried_again_before_the_node_starts_anew() -> None:
+    machines = MachineBook()
+    machines.came(A, BootId("first"))
+    machines.note_failed(A, INT8, "no such kernel" + "x" * 1000)
+    assert {node: why[:14] for node, why in machines.seen(INT8, LASTS_S + 1).failed.items()} == {A: "no such kernel"}
+    assert len(machines.seen(INT8, 0.0).failed[A]) == MOST_WHY_CHARS
+    assert not machines.seen(BF16, 0.0).failed, "other weights are none of its concern"
+    machines.note_step(B, BF16, 1.0, 1.0, 0.0)
+    machines.came(A, BootId("first"))
+    assert set(machines.seen(INT8, 0.0).failed) == {A}, "it was only connected anew"
+    machines.came(A, BootId("second"))
+    assert not machines.seen(INT8, 0.0).failed
+    for number in range(MOST_KINDS + 1):
+        machines.note_failed(A, Weights(str(number), "", "int8"), "no")
+    assert not machines.seen(Weights("0", "", "int8"), 0.0).failed
+    assert machines.seen(Weights("1", "", "int8"), 0.0).failed == {A: "no"}
 
 
 @pytest.mark.parametrize(("ms", "gib"), [(0.0, 1.0), (-1.0, 1.0), (math.inf, 1.0), (math.nan, 1.0), (1.0, 0.0)])

@@ -51,6 +51,18 @@ def test_only_the_first_end_counts() -> None:
     assert (dict(counts.succeeded), dict(counts.aborted)) == ({"stop": 1}, {})
 
 
+def test_k2_what_never_fits_is_too_long_and_a_client_that_leaves_is_no_failure_either() -> None:
+    performance = Performance()
+    for number, code in enumerate(("context_too_long", "context_too_long", "client_left", "stage_lost")):
+        performance.opened(RequestId(str(number)), MODEL, 1.0)
+        performance.aborted(RequestId(str(number)), code, 2.0)
+    window = performance.window(MODEL, 3.0)
+    assert (window["requests"], window["too_long"], window["failed"]) == (4, 2, 1)
+    [counts] = performance.counts()
+    assert (counts.too_long, dict(counts.aborted)) == (2, {"client_left": 1, "stage_lost": 1})
+    assert performance.window(MODEL, 3000.0)["too_long"] == 0
+
+
 def test_the_window_is_fifteen_minutes_and_the_totals_are_for_ever() -> None:
     performance = Performance()
     reply(performance, 0.0, tokens=100)
@@ -78,6 +90,17 @@ def test_where_the_time_went_is_weighted_by_tokens() -> None:
     reply(performance, 0.0, tokens=3, stage0_ms=1.0)
     reply(performance, 1.0, tokens=1, stage0_ms=5.0)
     assert performance.window(MODEL, 2.0)["time_ms"] == {"stage0_ms": 2.0}
+
+
+def test_a_stages_compute_is_counted_by_stage_and_no_other_key_is_one() -> None:
+    performance = Performance()
+    performance.opened(RequestId("r"), MODEL, 0.0)
+    performance.gave(RequestId("r"), 3, 1.0)
+    timing = {"stage1_ms": 4.0, "stage12345_ms": 1.0, "stage\u00b2_ms": 1.0, "stage_ms": 1.0, "link_ms": 2.0}
+    performance.finished(RequestId("r"), "stop", 0, timing, 2.0)
+    [counts] = performance.counts()
+    assert {stage: one.total for stage, one in counts.stage_compute.items()} == {1: pytest.approx(0.012)}
+    assert counts.histograms["stage_network_seconds"].total == pytest.approx(0.006)
 
 
 def test_nothing_grows_without_end() -> None:
@@ -108,3 +131,4 @@ def test_the_newest_events_are_kept_and_long_texts_are_cut() -> None:
     assert {len(event["why"]) for event in kept} == {MAX_VALUE_CHARS}
     assert recent.newest(2) == kept[-2:]
     assert recent.newest(0) == []
+    assert recent.counts == {"peer_left": KEPT + 3}

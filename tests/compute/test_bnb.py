@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from tiny_models import make_tiny
 
 from swarmnode.compute import bnb
 from swarmnode.compute.loader import load_stage
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed, LoadRefused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +92,7 @@ def test_q1_quantized_as_from_pretrained_would(
                 compared += 1
     quantized = [name for name, m in theirs.items() if type(m).__module__.startswith("bitsandbytes")]
     assert compared == len(quantized) == 7 * LAYERS
+    assert {engine.model.kernels() for engine in chain.engines} == {"bitsandbytes"}  # type: ignore[attr-defined]
     for session, prompt in enumerate((prompt_of(40), prompt_of(9, 1))):
         parity.check(chain.reply(session, prompt, 10, 64), generate(made.model, prompt, 10))
 
@@ -123,5 +125,12 @@ def test_experts_that_bitsandbytes_would_leave_alone_are_refused(tmp_path: Path)
 
 def test_a_peer_without_the_library_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LoadRefused, match="bitsandbytes is not installed on this peer"):
+    with pytest.raises(KernelsFailed, match="bitsandbytes is not installed on this peer"):
+        bnb.replace_linears(None, "nf4", torch.float32)
+
+
+def test_a_library_that_cannot_be_imported_is_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(KernelsFailed, match="bitsandbytes does not run on this peer: "):
         bnb.replace_linears(None, "nf4", torch.float32)

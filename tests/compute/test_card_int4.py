@@ -25,7 +25,7 @@ from swarmnode.compute.loader import load_stage
 from swarmnode.compute.projections import GROUP, DenseProjection
 from swarmnode.compute.stage_model import StageModel
 from swarmnode.compute.tiled_projections import packed
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,6 +119,7 @@ def test_logits_are_those_of_the_quantized_weights_in_full_precision(
     chain = load(checkpoint, tmp_path / "s", quantization="int4-fast")
     model = chain.engines[0].model
     assert {type(p) for block in model.lean.blocks for p in block.projections} == {CardInt4Projection}
+    assert model.kernels() == "torchao"
     found = logits_of(chain)
     assert float((found - exact).norm() / exact.norm()) < 0.03, "bfloat16's rounding between the matrices"
 
@@ -226,9 +227,9 @@ def test_the_worker_looks_again_on_the_card_it_is_told_to_use(monkeypatch: pytes
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(LoadRefused, match="int4-fast on a card cannot be served: this torch is not built for CUDA"):
+    with pytest.raises(KernelsFailed, match="int4-fast on a card cannot be served: this torch is not built for CUDA"):
         loader._check_kernels(INT4_CARD, CARD)
-    with pytest.raises(LoadRefused, match="'int8' packs weights for the CPU's kernels, this stage is on cuda:0"):
+    with pytest.raises(KernelsFailed, match="int8 packs weights for the CPU's kernels, and this stage is on cuda:0"):
         loader._check_kernels("int8", CARD)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     loader._check_kernels(INT4_CARD, CARD)

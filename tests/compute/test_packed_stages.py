@@ -13,14 +13,16 @@ from stage_chains import Chain, even_cuts, prompt_of, stage_specs
 from test_parity import write_random
 from tiny_models import make_tiny
 
+from swarmnode.compute import lean_block, lean_loading
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.spec import StageSpec
 from swarmnode.compute.tiled_projections import packed
-from swarmnode.errors import LoadRefused
+from swarmnode.errors import KernelsFailed, LoadRefused
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
 LAYERS = 3
 METHODS = ("int8", "int4-fast")
@@ -88,6 +90,14 @@ def test_tokens_do_not_depend_on_stages_or_batch(method: str, checkpoint: Path, 
     assert tokens == expected
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stage_says_whose_kernels_serve_it(kernels: str, method: str, checkpoint: Path, tmp_path: Path) -> None:
+    chain = load(checkpoint, tmp_path / "s", 2, quantization=method)
+    said = {engine.model.kernels() for engine in chain.engines}
+    assert said == {"fastcpu" if kernels == "compiled" else "torch"}
+    assert load(checkpoint, tmp_path / "dense").engines[0].model.kernels() is None
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("method", METHODS)
 def test_dense_memory_is_let_go(method: str, checkpoint: Path, tmp_path: Path) -> None:
@@ -103,8 +113,21 @@ def test_dense_memory_is_let_go(method: str, checkpoint: Path, tmp_path: Path) -
 def test_a_family_the_kernels_do_not_serve_is_refused_with_the_reason(tmp_path: Path) -> None:
     write_random(tmp_path / "model", "phi3", {})
     specs = stage_specs(tmp_path / "model", tmp_path / "s", 5, [0, 5], quantization="int8")
-    with pytest.raises(LoadRefused, match="cannot be served with int8, whose kernels need Llama-shaped blocks"):
+    with pytest.raises(KernelsFailed, match="cannot be served with int8, whose kernels need Llama-shaped blocks"):
         load_stage(specs[0])
+
+
+@pytest.mark.parametrize("module", [lean_block, lean_loading], ids=["blocks", "head"])
+@pytest.mark.parametrize("error", [RuntimeError("not built for this CPU"), AttributeError("no such kernel")])
+def test_kernels_that_do_not_run_are_told_apart_from_what_else_may_fail(
+    error: Exception, module: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> object:
+        raise error
+
+    monkeypatch.setattr(module, "packed", failing)
+    with pytest.raises(KernelsFailed, match=f"kernels for int8 do not run here: {type(error).__name__}: {error}"):
+        load(checkpoint, tmp_path / "s", quantization="int8")
 
 
 def test_what_is_asked_is_checked(checkpoint: Path, tmp_path: Path) -> None:

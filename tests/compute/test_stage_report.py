@@ -135,6 +135,15 @@ def test_a_stage_with_less_room_than_planned_says_so_or_refuses(
         report(engines[0], spec_of(0, tmp_path, memory_bytes=resident_bytes() // 2))
 
 
+def test_a_quantized_stage_reports_whose_kernels_serve_it(tmp_path: Path) -> None:
+    checkpoint = make_tiny(tmp_path / "model", num_layers=LAYERS)
+    specs = stage_specs(checkpoint, tmp_path / "stages", LAYERS, CUTS, quantization="int8")
+    model = load_stage(specs[0])
+    said = report(model, spec_of(0, tmp_path, quantization="int8")).as_map()
+    assert said["kernels"] == model.model.kernels()
+    assert said["kernels"] in ("fastcpu", "torch", "fastcpu+torch")
+
+
 def test_the_head_is_told_what_the_coordinator_collected() -> None:
     body = {"kv_tokens": 77, "costs": [{"group_ms": {"1": 2.5}, "piece_ms": {}}, None]}
     assert read_measured(body, 2) == RingMeasured(77, (StageCosts({1: 2.5}, {}), None))

@@ -41,6 +41,8 @@ def test_eight_and_four_bits_answer_and_take_less(swarm: Swarm) -> None:
     for method in ("none", "int8", "int4-fast"):
         status = swarm.load(MODEL, num_stages=2, quantization={"method": method})
         assert (status["quantization"], status["dtype"]) == (method, "bfloat16")
+        kernels = {stage["kernels"] for stage in status["stages"]}
+        assert kernels == {None} if method == "none" else kernels <= {"fastcpu", "torch", "fastcpu+torch"}, kernels
         taken[method] = sum(rss_anon_bytes(pid) for pid in swarm.worker_pids(MODEL).values())
         assert "sky" in answer(swarm).lower()
         wait_until(lambda: swarm.quiet(MODEL), "all sessions are freed")

@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from kept_alone import state_at
 
-from swarmnode.cluster.join_book import BURST_ATTEMPTS, REFUSED
+from swarmnode.cluster.join_book import ATTEMPT_INTERVAL_S, BURST_ATTEMPTS, REFUSED
 from swarmnode.cluster.join_token import JoinToken, parse_join_token
 from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.cluster.voter_book import Seated
@@ -30,7 +30,7 @@ from swarmnode.errors import (
     TokenNotFound,
 )
 from swarmnode.ids import BootId, NodeId
-from swarmnode.roles.enrolment import RENEWAL_CHECK_S, Enrolment, certify_self, keep_certified
+from swarmnode.roles.enrolment import RENEWAL_CHECK_S, RENEWAL_PAUSE_S, Enrolment, certify_self, keep_certified
 from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
 from swarmnode.roles.joining import PeerMembership, address_towards, join_swarm
 from swarmnode.wire import certificates as certs
@@ -53,10 +53,12 @@ BOTH = ("coordinator", "peer")
 
 
 class Clock:
-    """Wall clock of a test: moves with trio's, from a date of its own."""
+    """Wall clock of a test: moves with trio's, from a date of its own; somebody may set it back."""
+
+    back_s = 0.0
 
     def __call__(self) -> float:
-        return BEGAN_S + trio.current_time()
+        return BEGAN_S + trio.current_time() - self.back_s
 
 
 class House:
@@ -179,6 +181,27 @@ async def test_guesses_of_one_source_are_bounded(house: House) -> None:
         nursery.start_soon(house._serve, far, "new")
         assert (await near.receive()).kind == "ca", "another source is served"
         nursery.cancel_scope.cancel()
+
+
+async def test_a_clock_that_is_set_back_locks_nobody_out(house: House, autojump_clock: object) -> None:
+    token = await house.token()
+    for _ in range(BURST_ATTEMPTS):
+        await house.refusal(token, secret=bytes(32))
+    house.clock.back_s = DAY_S
+    await trio.sleep(ATTEMPT_INTERVAL_S + 0.1)
+    assert isinstance(await house.refusal(token, secret=bytes(32)), JoinRefused), "it may try again, and once"
+    assert isinstance(await house.refusal(token, secret=bytes(32)), Overloaded)
+
+
+async def test_a_clock_that_is_set_back_delays_no_renewal(house: House, autojump_clock: object) -> None:
+    attic = house.machine("attic")
+    await house.ask(await house.token(), attic, "attic")
+    body = {"request": certs.new_request(attic.key)}
+    assert await house.enrolment.renew(attic.node, "attic", body) is not None
+    house.clock.back_s = DAY_S
+    assert await house.enrolment.renew(attic.node, "attic", body) is None, "right after another"
+    await trio.sleep(RENEWAL_PAUSE_S)
+    assert await house.enrolment.renew(attic.node, "attic", body) is not None
 
 
 BAD = {

@@ -11,6 +11,7 @@ from contexts import node_context
 
 from swarmnode.api.backend import TextDelta
 from swarmnode.catalog.registry import Registry
+from swarmnode.cluster.ring_life_messages import StageDown
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import ProtocolError, SwarmError
@@ -52,6 +53,9 @@ class Ring:
 
     def take_ready(self, stage: int, report: ReadyStage) -> None:
         self.ready[stage] = report
+
+    def take_failure(self, stage: int, code: str, why: str) -> None:
+        self.fed.append(StageDown(stage, code, why))
 
     def feed(self, event: object) -> None:
         self.fed.append(event)

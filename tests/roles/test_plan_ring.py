@@ -12,6 +12,7 @@ from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.manifest import Architecture, FileEntry, Manifest
 from swarmnode.catalog.registry import Registry
 from swarmnode.catalog.safetensors_header import encode_header
+from swarmnode.cluster.measured import Measured
 from swarmnode.cluster.placement import ALL_CAPABILITIES, CPU_CAPABILITIES, RING_CAPABILITIES, PeerResources
 from swarmnode.cluster.pricing import price_stage
 from swarmnode.cluster.quantization import SERVE_INT4_FAST, SERVE_ON_CARD, SERVE_QUANTIZED
@@ -162,6 +163,24 @@ def test_q1_with_too_few_capable_peers_the_next_best_serves_and_says_why(setting
     full = plan_ring(MANIFEST, asked, neither, settings, RingId("r1"), 3)
     assert {s.quantization for s in full.specs} == {"none"}
     assert plan(asked, settings).notice == ""
+
+
+def failing(why: str, *nodes: NodeId) -> Known:
+    """As after a load over int4-fast that failed on these nodes for its kernels."""
+    return Known(measured=lambda w: Measured(failed=dict.fromkeys(nodes, why) if w.quantization == "int4-fast" else {}))
+
+
+def test_q2_a_peer_whose_kernels_failed_as_it_loaded_counts_as_one_without_them(settings: Settings) -> None:
+    asked, failed = LoadOptions(quantization="int4-fast"), failing("torchao cannot be imported", PEERS[0].node)
+    others = plan_ring(MANIFEST, asked, PEERS, settings, RingId("r1"), 3, failed)
+    assert (others.quantization, others.notice) == ("int4-fast", "")
+    assert [stage.peer.name for stage in others.plan.stages] == ["peer-1", "peer-2"]
+    whys = {left.name: left.why for left in others.plan.left_out}
+    assert whys["peer-0"] == "it lacks serve-int4-fast for int4-fast weights (torchao cannot be imported)"
+    fewer = plan_ring(MANIFEST, asked, PEERS[:2], settings, RingId("r1"), 3, failed)
+    assert fewer.quantization == "nf4"
+    why = "peer peer-0 cannot hold int4-fast weights: torchao cannot be imported; served with nf4"
+    assert fewer.notice == why
 
 
 CARD = RING_CAPABILITIES | {SERVE_ON_CARD, SERVE_QUANTIZED}

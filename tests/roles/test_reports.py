@@ -73,9 +73,9 @@ COSTS = {"group_ms": {"1": 12.5, "8": 40.0}, "piece_ms": {"256": 900.0}}
 
 
 def test_a_ready_stage_may_say_what_it_measured() -> None:
-    said = {**READY, "device": "cuda:0", "threads": 0, "costs": COSTS, "kv_tokens_planned": 8192}
+    said = {**READY, "device": "cuda:0", "threads": 0, "kernels": "torchao", "costs": COSTS, "kv_tokens_planned": 8192}
     report = read_report(ReadyStage, frame("stage_ready", said))
-    assert (report.device, report.threads) == ("cuda:0", 0)
+    assert (report.device, report.threads, report.kernels) == ("cuda:0", 0, "torchao")
     assert report.costs is not None
     assert report.costs.model_dump() == COSTS
     assert read_report(ReadyStage, frame("stage_ready", {**READY, "costs": None})).costs is None

@@ -19,7 +19,7 @@ from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import LinkSeen
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
-from swarmnode.errors import ProtocolError
+from swarmnode.errors import KernelsFailed, ProtocolError
 from swarmnode.ids import BootId, ModelId, NodeId, RequestId
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.gateway import Gateway
@@ -122,6 +122,27 @@ async def test_a_load_after_a_peer_was_measured_slow_avoids_it_and_says_so(house
     assert house.gateway.status(MODEL)["left_out"] == plan["left_out"]
     name, values = house.events[-1]
     assert (name, values["left_out"]) == ("ring_loading", {"slow": plan["left_out"][0]["why"]})
+
+
+async def test_q2_a_load_whose_kernels_fail_says_so_and_the_next_one_serves_in_another_way(house: House) -> None:
+    """A real ring: both stages find as they load that what their peers declare does not run there."""
+    abilities = (*CAPABILITIES, "serve-int4-fast", "serve-quantized")
+    for member in house.coordinator.members.values():
+        member.identity = replace(member.identity, capabilities=abilities)
+    asked = LoadOptions(peers=("quick", "slow"), quantization="int4-fast")
+    first = house.coordinator.rings.start(MODEL, asked)
+    assert (first.quantization, first.notice) == ("int4-fast", "")
+    for stage, node in enumerate(first.life.nodes):
+        header = {"ring": first.ring, "stage": stage, "code": "kernels_failed", "message": "no such kernel here"}
+        house.coordinator._take(node, Frame("stage_failed", header))
+    await trio.testing.wait_all_tasks_blocked()
+    assert isinstance(first.error, KernelsFailed)
+    says = "no such kernel here; load m again: other peers then serve it, or these with nf4 or in full precision"
+    assert first.error.message == says
+    await house.unload(first)
+    second = house.coordinator.rings.start(MODEL, asked)
+    assert second.quantization == "nf4"
+    assert second.notice == "peers quick, slow cannot hold int4-fast weights: no such kernel here; served with nf4"
 
 
 async def test_a_plan_without_measures_predicts_nothing(house: House) -> None:

@@ -120,3 +120,8 @@ async def test_status_says_what_of_a_lane_was_relayed(ring: LoadedRing) -> None:
     assert "relayed_frames" not in pre
     assert status["stages"][1]["links"] == []
     assert status["route"] == "relayed"
+
+
+async def test_a_quantized_stage_is_shown_with_whose_kernels_serve_it(ring: LoadedRing) -> None:
+    ring.take_ready(0, ReadyStage(address="lan:1", kv_tokens=4096, pid=1, kernels="fastcpu"))
+    assert [stage["kernels"] for stage in _ring_status(ring)["stages"]] == ["fastcpu", None]

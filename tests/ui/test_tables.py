@@ -127,6 +127,14 @@ def test_ps() -> None:
     assert "smollm2-135m-instruct loading  bfloat16 · 3 requests · 2 running, 1 waiting · KV 1,500 of 8,192" in text
 
 
+def test_a_ring_with_quantized_stages_says_whose_kernels_serve_them() -> None:
+    assert "KERNELS" not in shown(ps_view(NODES))
+    quantized = {**RING, "stages": [{**STAGES[0], "kernels": "fastcpu"}, STAGES[1]]}
+    rows = [line.split() for line in shown(ps_view({**NODES, "rings": [quantized]}), width=130).splitlines()]
+    assert next(row for row in rows if "KERNELS" in row)[-1] == "KERNELS"
+    assert [row[-1] for row in rows if row[:2] in (["0", "pc-1"], ["1", "pc-2"])] == ["fastcpu", "-"]
+
+
 def test_each_lane_says_how_it_travels() -> None:
     act = {"lane": "act", "route": "polled", "round_trip_ms": 41.25, "mbit_per_s": 9.5, "compressed": True}
     act |= {"frames": 1200, "bytes": 3 << 20, "relayed_frames": 2400, "relayed_bytes": 4 << 20}
