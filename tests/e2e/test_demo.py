@@ -45,7 +45,7 @@ def users_of(folder: Path) -> list[int]:
     return [pid for pid in found if alive(pid)]
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("stages", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 3))])
 def test_a_question_is_answered_and_nothing_stays(demo_models_root: Path, data_dir: Path, stages: int) -> None:
     arguments = ["demo", "--once", "--json", "--max-tokens", "12", "--stages", stages, "--data-dir", data_dir]
     done = swarmnode(*arguments, SWARM_SERVABLE_MODELS_ROOT=str(demo_models_root))
@@ -102,7 +102,7 @@ def running_demo(models_root: Path, data_dir: Path) -> Iterator[tuple[subprocess
             process.kill()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL])
 def test_a_demo_that_is_ended_takes_every_process_along(
     demo_models_root: Path, data_dir: Path, sign: signal.Signals
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_coordinator_that_was_stopped_for_a_while_finds_that_it_is_none(voters
         assert len(admin.get("/api/v1/nodes")["peers"]) == 2, "both obey the new one"
 
 
+@pytest.mark.soak
 def test_a_peer_that_reaches_only_api_ports_finds_the_new_coordinator(tmp_path: Path, models_root: Path) -> None:
     """As behind a NAT and a firewall that lets nothing but HTTP through."""
     swarm = start_swarm(tmp_path, models_root, peers=0)

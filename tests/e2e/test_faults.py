@@ -48,7 +48,7 @@ def lose(swarm: Swarm, texts: Generator[str, None, None], kill: int) -> str:
     return raised.value.message
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_killed_worker(fresh_swarm: Swarm, stage: int) -> None:
     swarm = fresh_swarm
     status = swarm.load(MODEL)
@@ -65,10 +65,11 @@ def test_a_killed_worker(fresh_swarm: Swarm, stage: int) -> None:
     told = [event for event in swarm.client.get("/api/v1/nodes")["events"] if event["event"] == "ring_restoring"]
     assert [f"stage {stage}'s worker" in event["why"] for event in told] == [True]
     wait_until(lambda: swarm.status(MODEL)["state"] == "ready", "it is loaded again by itself")
+    assert [stage["peer"] for stage in swarm.status(MODEL)["stages"]] == [stage["peer"] for stage in status["stages"]]
     assert swarm.ask(MODEL) == REPLY
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_killed_node_leaves_no_orphan(fresh_swarm: Swarm, stage: int) -> None:
     swarm = fresh_swarm
     status = swarm.load(MODEL)

@@ -59,6 +59,7 @@ def waits(swarm: Swarm) -> dict[str, Any] | None:
     return status if status["state"] == "restoring" and "free peers" in again.get("waits_for", "") else None
 
 
+@pytest.mark.soak
 def test_a_killed_workers_ring_comes_back_on_the_same_peers(swarms: Callable[[int], Swarm]) -> None:
     swarm = swarms(3)
     before = swarm.load(MODEL)
@@ -115,6 +116,7 @@ def test_without_a_place_it_waits_says_so_and_the_peer_that_returns_gets_its_sta
     assert swarm.ask(MODEL) == REPLY
 
 
+@pytest.mark.soak
 def test_an_unload_ends_the_waiting(swarms: Callable[[int], Swarm]) -> None:
     swarm = swarms(2)
     gone = placed(swarm.load(MODEL))[1]
@@ -171,6 +173,7 @@ def test_a_coordinator_that_returns_without_one_of_its_peers_loads_the_ring_agai
     assert not any(map(alive, workers.values()))
 
 
+@pytest.mark.soak
 def test_a_coordinator_that_returns_while_a_ring_waits_goes_on_waiting(swarms: Callable[[int], Swarm]) -> None:
     swarm = swarms(2)
     before = swarm.load(MODEL)

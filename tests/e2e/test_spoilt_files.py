@@ -87,9 +87,16 @@ def test_scenarios_12_and_13_of_files_that_were_cut_lost_or_altered(house: House
     again = house.fetched(ATTIC)[1:]
     assert [sum(bytes_from.values()) < 2 * cut.stat().st_size for bytes_from in again] == [True]
     assert all(house.is_right(ATTIC, entry) for entry in house.files.values() if house.kept(ATTIC, entry.path).exists())
+
+
+@pytest.mark.soak
+def test_right_files_are_kept_and_wrong_ones_given_to_nobody(house: House) -> None:
+    right = house.answers_from(ATTIC)
+    first, second = (path for path in house.files if path.endswith("model.safetensors"))
+    loads = len(house.fetched(ATTIC))
     inodes = {path: house.kept(ATTIC, path).stat().st_ino for path in house.files if house.kept(ATTIC, path).exists()}
     assert house.answers_from(ATTIC) == right
-    assert len(house.fetched(ATTIC)) == 2, "once, and no more"
+    assert len(house.fetched(ATTIC)) == loads, "once, and no more"
     assert {path: house.kept(ATTIC, path).stat().st_ino for path in inodes} == inodes
 
     flip(house.kept(ATTIC, second), house.files[second].size - 1)  # what it gives others is not what it says

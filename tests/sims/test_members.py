@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.membership import Connected, Heard, MembershipInput
     from swarmnode.ids import NodeId
 
-SEEDS = 2000
+SEEDS = 1000
 SEEDS_TO_FIND_A_BUG = 1000
 CUT_SEEDS = 100
 
