@@ -282,6 +282,8 @@ class Coordinator:
                 if frame.kind == "beat":
                     self._take_beat(identity, frame)
                     self._answer_beat(identity, frame, outbox)
+                elif frame.kind == "bye":
+                    self._driver.feed(Left(identity.node, identity.boot))
                 elif frame.kind == "dial_back":
                     self._refuse_second_place(identity)
                     # what was polled or relayed comes from a tunnel's end, which may be on this machine
@@ -426,12 +428,12 @@ class Coordinator:
         self._driver.feed(Parted(member.node, member.boot))
 
     def _member_changed(self, change: MembershipEvent) -> None:
-        if isinstance(change, StateChanged) and change.state is NodeState.DEAD:
+        if isinstance(change, StateChanged) and change.state.gone:
             member = self.members.get(change.node)
             if member is not None and member.boot == change.boot:
                 member.scope.cancel()
             for ring, stage in self.rings.held_by(change.node):
-                ring.lose(stage, "is gone")
+                ring.lose(stage, "was stopped" if change.state is NodeState.LEFT else "is gone")
 
     def _take(self, node: NodeId, frame: Frame) -> None:
         """One frame of a peer. It may speak only of rings it is part of, and only for its own stage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -11,9 +12,12 @@ from contexts import node_context
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.cluster.membership import DEAD_S, NodeState
+from swarmnode.cluster.node_book import NodeRecord
 from swarmnode.config import read_settings
+from swarmnode.errors import LinkBroken
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.coordinator import LISTEN_S, Coordinator
+from swarmnode.roles.gateway import Gateway
 from swarmnode.wire.address import Address
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
@@ -33,7 +37,8 @@ COPY = Identity(ATTIC.node, BootId("of a copy"), "attic", ("peer",), incarnation
 class EverybodysEnrolment:
     """Nobody is a stranger, and nobody was removed."""
 
-    nodes: tuple[object, ...] = ()
+    def __init__(self) -> None:
+        self.nodes = [NodeRecord(ATTIC.node, ATTIC.name, math.inf)]
 
     async def note_name(self, node: NodeId, name: str) -> None:
         await trio.lowlevel.checkpoint()
@@ -106,3 +111,25 @@ async def test_what_another_process_of_the_identity_sends_is_no_life_of_the_memb
         await control.send(beat_of(ATTIC))
         await ask_for_files(files, DEAD_S + 2)
         assert house.state() is NodeState.DEAD
+
+
+async def test_a_member_that_says_goodbye_has_left_at_once_and_is_back_with_its_next_start(
+    house: House, autojump_clock: object
+) -> None:
+    gateway = Gateway(house.coordinator)
+    async with house.dial("requests") as requests, house.dial("control") as control:
+        await control.send(beat_of(ATTIC))
+        await trio.sleep(0.1)
+        assert house.state() is NodeState.ALIVE
+        async with house.dial("control", COPY) as of_another:
+            await of_another.send(Frame("bye", {"reason": "the node was stopped"}))
+            await trio.sleep(0.1)
+        assert house.state() is NodeState.ALIVE
+        await control.send(Frame("bye", {"reason": "the node was stopped"}))
+        with pytest.raises((trio.EndOfChannel, LinkBroken)):
+            await requests.receive()
+    assert house.state() is NodeState.LEFT
+    assert [member["state"] for member in gateway.nodes()["members"]] == ["left"]
+    async with house.dial("requests", COPY):
+        await trio.sleep(0.1)
+        assert house.state() is NodeState.ALIVE
