@@ -81,9 +81,7 @@ async def other(nursery: trio.Nursery) -> Other:
     return other
 
 
-async def test_a_link_that_was_cut_is_made_anew(
-    other: Other, nursery: trio.Nursery, autojump_clock: object
-) -> None:
+async def test_a_link_that_was_cut_is_made_anew(other: Other, nursery: trio.Nursery, autojump_clock: object) -> None:
     await other.beat(60)
     assert len(other.came_s) == 1, "one that is answered stays"
     answered, cut_s = other.answered, trio.current_time()
