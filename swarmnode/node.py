@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -309,7 +310,9 @@ class _Node:
         if kind in ("steps", "prompts"):
             if self._peer is None:
                 raise ProtocolError("this node holds no stages")
-            await self._peer.serve_lane(hello, channel)
+            coordinator = None if self._office is None else self._office.coordinator
+            async with nullcontext() if coordinator is None else coordinator.hearing(hello, channel):
+                await self._peer.serve_lane(hello, channel)
         elif kind == "shares":
             if self._peer is None:
                 raise ProtocolError("this node keeps no files of models for stages")

@@ -23,7 +23,7 @@ RETURNS = 100
 
 def run(voters: int = 3, failovers: int = 1000, seed: int = 0, nodes: int = 5) -> dict[str, Any]:
     """Seconds from the kill to the successor's first safe entry; and until all of `nodes` are with it."""
-    took_s = [_failover(voters, seed + number) for number in range(failovers)]
+    took_s = [succession_s(voters, seed + number) for number in range(failovers)]
     whole_s = [took + _return(nodes, seed + number, took) for number, took in enumerate(took_s[:RETURNS])]
     return {
         "nodes": nodes,
@@ -36,7 +36,8 @@ def run(voters: int = 3, failovers: int = 1000, seed: int = 0, nodes: int = 5) -
     }
 
 
-def _failover(voters: int, seed: int) -> float:
+def succession_s(voters: int, seed: int) -> float:
+    """From the kill of a coordinator to its successor's first safe entry."""
     world = VotersWorld(voters, seed)
     world.run_until(SETTLED_S + world.random.random())
     while (leader := world.coordinator()) is None:

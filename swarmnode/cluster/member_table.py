@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmnode.cluster.membership import NodeState
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from swarmnode.cluster.membership import NodeState
     from swarmnode.ids import NodeId
 
 Mark = tuple[int, int]
@@ -116,7 +115,7 @@ class MemberTable:
         return Update(self.mark, version, self._heading, rows, gone)
 
     def _make_room(self) -> bool:
-        dead = next((node for node, (_, row) in self._rows.items() if row.state is NodeState.DEAD), None)
+        dead = next((node for node, (_, row) in self._rows.items() if row.state.gone), None)
         if dead is not None:
             self.drop(dead)
         return dead is not None

@@ -1,4 +1,4 @@
-"""Who is in the swarm: alive, suspect, dead or gone, by what was heard from each node and when.
+"""Who is in the swarm: alive, suspect, dead or left, by what was heard from each node and when.
 
 What is believed of a node is ordered by its incarnation, which it alone counts up, with every start and whenever it
 learns that it counts as dead; at one incarnation dead stands above all that is heard. So neither a frame that comes
@@ -41,6 +41,12 @@ class NodeState(Enum):
     ALIVE = "alive"
     SUSPECT = "suspect"
     DEAD = "dead"
+    LEFT = "left"
+    """It said so. Else as dead: at one incarnation nothing stands above it."""
+
+    @property
+    def gone(self) -> bool:
+        return self in (NodeState.DEAD, NodeState.LEFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class Parted:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The node said goodbye, or its process is known to be gone."""
+    """The node said goodbye, or was removed."""
 
     node: NodeId
     boot: BootId
@@ -101,7 +107,7 @@ class StateChanged:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The node was dead for FORGET_S."""
+    """The node was dead, or had left, for FORGET_S."""
 
     node: NodeId
 
@@ -150,7 +156,7 @@ class Membership:
     def awaits(self, node: NodeId) -> bool:
         """Whether it is expected, and there is time left for it to come. Until then it is a suspect."""
         entry = self._entries.get(node)
-        return entry is not None and entry.boot == NOT_HEARD and entry.state is not NodeState.DEAD
+        return entry is not None and entry.boot == NOT_HEARD and not entry.state.gone
 
     def silence_s(self, node: NodeId, now: float) -> float | None:
         """Seconds for which nothing was heard of the node while this one listened; None for a node never seen."""
@@ -160,7 +166,7 @@ class Membership:
     def above(self, said: Heard) -> int | None:
         """The incarnation that the sender of `said` must pass before it counts as alive; None: it does."""
         entry = self._entries.get(said.node)
-        if entry is None or (entry.boot == said.boot and entry.state is not NodeState.DEAD):
+        if entry is None or (entry.boot == said.boot and not entry.state.gone):
             return None
         return entry.incarnation
 
@@ -178,12 +184,12 @@ class Membership:
                     entry.parted_s = None
             case Parted():
                 parted = self._entries.get(message.node)
-                if parted is not None and parted.boot == message.boot and parted.state is not NodeState.DEAD:
+                if parted is not None and parted.boot == message.boot and not parted.state.gone:
                     parted.parted_s = now
             case Left():
                 left = self._entries.get(message.node)
-                if left is not None and left.boot == message.boot:
-                    self._change(message.node, left, NodeState.DEAD)
+                if left is not None and left.boot == message.boot and not left.state.gone:
+                    self._change(message.node, left, NodeState.LEFT)
             case Expected(node, dead) if node not in self._entries:
                 state = NodeState.DEAD if dead else NodeState.SUSPECT
                 self._entries[node] = _Entry(NOT_HEARD, _NO_INCARNATION, now, state=state)
@@ -193,7 +199,7 @@ class Membership:
         judges = now >= self._judge_at_s
         self._put_off = self._put_off and not judges  # a loop that is always late has no other end of it
         for node, entry in list(self._entries.items()):
-            if entry.state is NodeState.DEAD:
+            if entry.state.gone:
                 if now - entry.heard_s >= FORGET_S:
                     del self._entries[node]
                     self._events.append(Forgotten(node))
@@ -204,7 +210,7 @@ class Membership:
 
     def next_timer(self) -> float | None:
         deadlines = [self._deadline_s(entry) for entry in self._entries.values()]
-        if any(entry.state is not NodeState.DEAD for entry in self._entries.values()):
+        if any(not entry.state.gone for entry in self._entries.values()):
             deadlines.append(self._ran_s + TICK_S)
         return min(deadlines, default=None)
 
@@ -222,7 +228,7 @@ class Membership:
             self._put_off = self._put_off and now < self._judge_at_s
             return
         for entry in self._entries.values():
-            if entry.state is not NodeState.DEAD:
+            if not entry.state.gone:
                 entry.heard_s += deaf_s
                 entry.parted_s = None if entry.parted_s is None else entry.parted_s + deaf_s
         if not self._put_off:
@@ -231,14 +237,14 @@ class Membership:
     def _hear(self, message: Heard | Connected, now: float) -> None:
         entry = self._entries.get(message.node)
         if entry is None or (entry.boot != message.boot and message.incarnation > entry.incarnation):
-            if entry is not None and entry.boot != NOT_HEARD:
+            if entry is not None and entry.boot != NOT_HEARD and not entry.state.gone:
                 self._change(message.node, entry, NodeState.DEAD)
             self._entries[message.node] = _Entry(message.boot, message.incarnation, now)
             self._events.append(StateChanged(message.node, message.boot, NodeState.ALIVE))
             return
         if entry.boot != message.boot:
             return  # an earlier process of the node, or a copy of it
-        if entry.state is NodeState.DEAD and message.incarnation <= entry.incarnation:
+        if entry.state.gone and message.incarnation <= entry.incarnation:
             return  # said before it knew
         entry.incarnation = max(entry.incarnation, message.incarnation)
         entry.heard_s = now
@@ -253,7 +259,7 @@ class Membership:
 
     def _deadline_s(self, entry: _Entry) -> float:
         match entry.state:
-            case NodeState.DEAD:
+            case NodeState.DEAD | NodeState.LEFT:
                 return entry.heard_s + FORGET_S
             case NodeState.SUSPECT:
                 return max(self._judge_at_s, self._dead_at_s(entry))
@@ -263,5 +269,5 @@ class Membership:
     def _change(self, node: NodeId, entry: _Entry, state: NodeState) -> None:
         if entry.state is not state:
             entry.state = state
-            entry.parted_s = None if state is NodeState.DEAD else entry.parted_s
+            entry.parted_s = None if state.gone else entry.parted_s
             self._events.append(StateChanged(node, entry.boot, state))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.member_table import MemberTable, Row
-from swarmnode.cluster.membership import Expected, Forgotten, Membership, NodeState
+from swarmnode.cluster.membership import Expected, Forgotten, Membership
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Roll:
     def inherit(self, rows: Iterable[Row], now: float) -> None:
         """What this node was told as a member, before it coordinated: who is awaited, and who was dead."""
         for row in rows:
-            self.members.receive(Expected(row.node, row.state is NodeState.DEAD), now)
+            self.members.receive(Expected(row.node, row.state.gone), now)
             self.table.put(replace(row, state=self.members.state(row.node)))
 
     def awaited(self) -> Sequence[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from swarmnode.catalog.registry import Registry
     from swarmnode.cluster.member_table import Row
@@ -67,6 +67,8 @@ FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
 HEARD_EVERY_S = 0.25
 """How often a connection's frames count as signs of life: beats come every second, and texts with every token."""
+LISTEN_S = 1.0
+"""How often a channel is looked at for anything that came on it."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
 
 _log = logging.getLogger(__name__)
@@ -173,6 +175,13 @@ class Coordinator:
 
     async def serve_channel(self, kind: str, hello: Hello, channel: Channel) -> None:
         """One channel of the swarm port that is not a ring's lane."""
+        if kind == "join":
+            await self.enrolment.serve(hello, channel)
+            return
+        async with self.hearing(hello, channel):
+            await self._serve_members(kind, hello, channel)
+
+    async def _serve_members(self, kind: str, hello: Hello, channel: Channel) -> None:
         match kind:
             case "control":
                 await self._serve_control(hello, channel)
@@ -184,10 +193,25 @@ class Coordinator:
                 await self._serve_api(hello, channel)
             case "relay":
                 await self.relay.serve(hello, channel)
-            case "join":
-                await self.enrolment.serve(hello, channel)
             case _:
                 raise ProtocolError(f"a coordinator serves no {kind} channels")
+
+    @asynccontextmanager
+    async def hearing(self, hello: Hello, channel: Channel) -> AsyncIterator[None]:
+        """Whatever comes on a member's channel is a sign of its life: beats may wait behind it on a slow uplink."""
+        async with open_flat_nursery() as nursery:
+            nursery.start_soon(self._hear, hello.identity, channel)
+            yield
+            nursery.cancel_scope.cancel()
+
+    async def _hear(self, identity: Identity, channel: Channel) -> None:
+        heard_bytes = channel.heard_bytes
+        while True:
+            await trio.sleep(LISTEN_S)
+            member = self.members.get(identity.node)
+            if channel.heard_bytes != heard_bytes and member is not None and member.boot == identity.boot:
+                self._note_life(member)
+            heard_bytes = channel.heard_bytes
 
     def state(self, node: NodeId) -> NodeState:
         return self._roll.members.state(node)
@@ -258,6 +282,8 @@ class Coordinator:
                 if frame.kind == "beat":
                     self._take_beat(identity, frame)
                     self._answer_beat(identity, frame, outbox)
+                elif frame.kind == "bye":
+                    self._driver.feed(Left(identity.node, identity.boot))
                 elif frame.kind == "dial_back":
                     self._refuse_second_place(identity)
                     # what was polled or relayed comes from a tunnel's end, which may be on this machine
@@ -347,14 +373,17 @@ class Coordinator:
         """One frame of a peer; False where its answer takes time, or another connection of it has taken over."""
         if self.members.get(member.node) is not member:
             return False
-        now = trio.current_time()
-        if now - member.heard_s >= HEARD_EVERY_S:
-            member.heard_s = now
-            self._driver.feed(Heard(member.node, member.boot, member.identity.incarnation))
+        self._note_life(member)
         if frame.kind in ("renew", "stand"):
             return False
         self._take(member.node, frame)
         return True
+
+    def _note_life(self, member: Member) -> None:
+        now = trio.current_time()
+        if now - member.heard_s >= HEARD_EVERY_S:
+            member.heard_s = now
+            self._driver.feed(Heard(member.node, member.boot, member.identity.incarnation))
 
     async def _answer_stand(self, hello: Hello, channel: Channel, frame: Frame, member: Member) -> None:
         answer = None if self.seats is None else await self.seats.stand(hello, channel, frame)
@@ -399,12 +428,12 @@ class Coordinator:
         self._driver.feed(Parted(member.node, member.boot))
 
     def _member_changed(self, change: MembershipEvent) -> None:
-        if isinstance(change, StateChanged) and change.state is NodeState.DEAD:
+        if isinstance(change, StateChanged) and change.state.gone:
             member = self.members.get(change.node)
             if member is not None and member.boot == change.boot:
                 member.scope.cancel()
             for ring, stage in self.rings.held_by(change.node):
-                ring.lose(stage, "is gone")
+                ring.lose(stage, "was stopped" if change.state is NodeState.LEFT else "is gone")
 
     def _take(self, node: NodeId, frame: Frame) -> None:
         """One frame of a peer. It may speak only of rings it is part of, and only for its own stage."""

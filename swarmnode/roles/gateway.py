@@ -309,8 +309,11 @@ class Gateway:
             state = "removed"
         elif record.node in self._coordinator.members:
             state = self._coordinator.state(record.node).value
+        elif self._coordinator.awaits(record.node):
+            state = AWAITED
         else:
-            state = AWAITED if self._coordinator.awaits(record.node) else "away"
+            left = self._coordinator.state(record.node) is NodeState.LEFT
+            state = NodeState.LEFT.value if left else "away"
         return {
             "node": record.node,
             "name": record.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from swarmnode.catalog.store import ShardStore
-    from swarmnode.ids import RingId
+    from swarmnode.ids import NodeId, RingId
     from swarmnode.roles.context import CardMemory, NodeContext, PeerResources
     from swarmnode.roles.joining import PeerMembership
     from swarmnode.wire.address import Place
@@ -81,6 +82,8 @@ class Peer:
         self._beat_now = trio.Event()
         """A beat is wanted before its time."""
         self._connected = False
+        self._control: Channel | None = None
+        """While it is."""
         self._beats = LinkMeter()
         """Of the present connection's beats and their answers."""
         self._holding: trio.Nursery | None = None
@@ -95,7 +98,18 @@ class Peer:
         """Stay connected until cancelled; the stages held here outlive a connection."""
         async with open_flat_nursery() as self._holding:
             self._holding.start_soon(watch_loop, self._health)
+            self._holding.start_soon(self._say_goodbye_at_end)
             await self._stay_connected()
+
+    async def _say_goodbye_at_end(self) -> None:
+        """As soon as this node is cancelled, as its connections are: what no socket takes at once is not said, and its
+        coordinator finds out. One on this node ends with it, and the stages of others wait for the next."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            if self._control is not None and _who(self._control) != self._context.identity.node:
+                with suppress(SwarmError):
+                    self._control.send_nowait(Frame("bye", {"reason": "the node was stopped"}))
 
     async def _stay_connected(self) -> None:
         """Every lost connection is reported and tried again."""
@@ -186,6 +200,7 @@ class Peer:
     async def _serve_connected(self, control: Channel, requests: Channel) -> None:
         """While both are up."""
         try:
+            self._control = control
             self._found()
             async with open_flat_nursery() as nursery:
                 nursery.start_soon(self._send_beats, control)
@@ -206,6 +221,7 @@ class Peer:
         except SwarmError as error:
             raise _Disconnected(error.message) from error
         finally:
+            self._control = None
             self._lost()
 
     async def _stand(self) -> None:
@@ -362,6 +378,11 @@ class Peer:
 def _term_of(channel: Channel) -> int:
     """In which the coordinator at its other end coordinates."""
     return 0 if channel.welcome is None else channel.welcome.identity.term
+
+
+def _who(channel: Channel) -> NodeId | None:
+    """Answered at its other end."""
+    return None if channel.welcome is None else channel.welcome.identity.node
 
 
 def _texts(value: object) -> list[str]:

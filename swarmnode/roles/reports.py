@@ -112,7 +112,7 @@ class MemberRow(_Report):
     node: Name
     name: Name
     address: Name
-    state: Literal["alive", "suspect", "dead"]
+    state: Literal["alive", "suspect", "dead", "left"]
 
 
 class MembersReport(_Report):

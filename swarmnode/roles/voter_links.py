@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
 
+from swarmnode.cluster.election import QUORUM_S
+from swarmnode.cluster.election_messages import Append
 from swarmnode.cluster.reconnecting import wait_s
 from swarmnode.errors import LinkBroken, SwarmError
 from swarmnode.roles.vote_codec import from_frame, to_frame
@@ -26,6 +29,10 @@ MAX_QUEUED = 8
 """Messages for a node that reads slowly; the election sends again whatever matters."""
 RETRY_MOST_S = 2.0
 """A voter is tried more often than a coordinator: a majority may wait for this very link."""
+
+LOOK_S = 0.5
+ENTRY_BYTES_PER_S = 16 << 10
+"""A line slower than this serves no model: an entry is not given up while it may still be on its way."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +99,7 @@ class VoterLinks:
                 try:
                     async with dial_best(self._ways(node, dialed.places)) as link:
                         attempt, dialed.up = 0, True
-                        await self._exchange(node, link.up, dialed.waiting)
+                        await self._exchange(node, link.up, dialed.waiting, Unanswered())
                 except SwarmError as error:
                     _log.debug("the link to voter %s: %s", node[:8], error)
                 finally:
@@ -101,12 +108,39 @@ class VoterLinks:
                 attempt += 1
                 dialed.drop_waiting()
 
-    async def _exchange(self, node: NodeId, channel: Channel, waiting: trio.MemoryReceiveChannel[VoterMessage]) -> None:
+    async def _exchange(
+        self,
+        node: NodeId,
+        channel: Channel,
+        waiting: trio.MemoryReceiveChannel[VoterMessage],
+        unanswered: Unanswered | None = None,
+    ) -> None:
+        """`unanswered`: what is sent are questions."""
         async with open_flat_nursery() as nursery:
-            nursery.start_soon(_send_all, channel, waiting)
+            nursery.start_soon(_send_all, channel, waiting, unanswered)
+            if unanswered is not None:
+                nursery.start_soon(_break_when_silent, channel, unanswered)
             async for frame in channel:
                 await self._take(node, from_frame(frame))
             raise LinkBroken("the other voter hung up")
+
+
+class Unanswered:
+    """How long one link's other end may take to say anything: about as long as a coordinator does without a majority,
+    and what an entry needs to get there. The kernel takes six times that to give up a link that was cut."""
+
+    def __init__(self) -> None:
+        self.ends_s = math.inf
+
+    def asked(self, message: VoterMessage, now: float) -> None:
+        """Of several the first counts."""
+        if self.ends_s == math.inf:
+            self.ends_s = now + QUORUM_S
+        if isinstance(message, Append) and message.entry is not None:
+            self.ends_s += len(message.entry.document) / ENTRY_BYTES_PER_S
+
+    def heard(self) -> None:
+        self.ends_s = math.inf
 
 
 class _Dialed:
@@ -130,6 +164,22 @@ def _put(queue: trio.MemorySendChannel[VoterMessage], message: VoterMessage) -> 
         queue.send_nowait(message)
 
 
-async def _send_all(channel: Channel, waiting: trio.MemoryReceiveChannel[VoterMessage]) -> None:
+async def _send_all(
+    channel: Channel, waiting: trio.MemoryReceiveChannel[VoterMessage], unanswered: Unanswered | None
+) -> None:
     while True:
-        await channel.send(to_frame(await waiting.receive()))
+        message = await waiting.receive()
+        if unanswered is not None:
+            unanswered.asked(message, trio.current_time())
+        await channel.send(to_frame(message))
+
+
+async def _break_when_silent(channel: Channel, unanswered: Unanswered) -> None:
+    """Raises LinkBroken where a question got no answer in time."""
+    heard_bytes = channel.heard_bytes
+    while trio.current_time() < unanswered.ends_s:
+        await trio.sleep(LOOK_S)
+        if channel.heard_bytes != heard_bytes:
+            heard_bytes = channel.heard_bytes
+            unanswered.heard()
+    raise LinkBroken("the other voter answers nothing")

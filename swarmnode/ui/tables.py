@@ -30,6 +30,7 @@ STATE_STYLES = {
     "suspect": "yellow",
     "away": "yellow",
     "awaited": "yellow",
+    "left": "yellow",
     "lost": "red",
     "failed": "red",
     "dead": "red",

@@ -79,6 +79,10 @@ class DirectChannel(Channel):
         self._unreadable: ProtocolError | None = None
         """Nothing after a bad frame can be read, but the other side can still be told why."""
 
+    @property
+    def heard_bytes(self) -> int:
+        return self._connection.heard_bytes
+
     def bound(self, unread: Unread) -> None:
         """For a channel the peer opened, before anything was received: the account that what it sends counts on; and
         longer frames than HELLO only behind it."""
@@ -288,6 +292,8 @@ class Connection:
         self._writing = False
         """The writer task is at it, or must be: something is left of what was written at once."""
         self._closing = False
+        self.heard_bytes = 0
+        """Read from the stream, whatever they were for."""
 
     @property
     def over(self) -> bool:
@@ -380,6 +386,7 @@ class Connection:
                 if not data:
                     return LinkBroken("the peer closed the connection")
                 self._offers = BUNDLE_FRAMES
+                self.heard_bytes += len(data)
                 for event in self.session.receive_data(data, trio.current_time()):
                     self._take(event)
                 self.wake_writer()

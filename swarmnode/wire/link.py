@@ -114,6 +114,12 @@ class Channel(ABC):
     source: str = ""
     """On the listener's side: the address that the connection came from."""
 
+    @property
+    def heard_bytes(self) -> int:
+        """Bytes that came from the other end. They grow for as long as it lives and something goes either way: on a
+        link with credit, who only reads is heard by the credit that it gives."""
+        return self.counts.bytes_in
+
     @abstractmethod
     async def send(self, frame: Frame) -> None:
         """Queue a frame, waiting while the queue is full. Raises LinkBroken, ProtocolError."""

@@ -28,7 +28,7 @@ ATTIC, CELLAR = NodeId("attic"), NodeId("cellar")
 B1, B2, B3 = BootId("boot-1"), BootId("boot-2"), BootId("boot-3")
 INCARNATIONS = {B1: 1, B2: 2, B3: 3}
 """Every start of a node counts one up."""
-ALIVE, SUSPECT, DEAD = NodeState.ALIVE, NodeState.SUSPECT, NodeState.DEAD
+ALIVE, SUSPECT, DEAD, LEFT = NodeState.ALIVE, NodeState.SUSPECT, NodeState.DEAD, NodeState.LEFT
 
 
 class Watch:
@@ -124,13 +124,22 @@ def test_a_stalled_uplink_of_some_seconds_is_suspected_and_forgiven() -> None:
     assert watch.said() == [(ATTIC, B1, ALIVE), (ATTIC, B1, SUSPECT), (ATTIC, B1, ALIVE)]
 
 
-def test_a_goodbye_is_death_at_once() -> None:
+def test_a_goodbye_counts_at_once() -> None:
     watch = Watch()
     watch.hear()
     watch.leave()
     watch.leave()
     watch.wait(100)
-    assert [(at, c.state) for at, c in watch.changes] == [(0, ALIVE), (0, DEAD)]
+    assert [(at, c.state) for at, c in watch.changes] == [(0, ALIVE), (0, LEFT)]
+
+
+def test_who_left_is_back_with_its_next_start_and_was_not_lost_in_between() -> None:
+    watch = Watch()
+    watch.hear(boot=B1)
+    watch.leave()
+    assert watch.hear(boot=B1) == INCARNATIONS[B1], "what was on its way when it left"
+    watch.hear(boot=B2)
+    assert watch.said() == [(ATTIC, B1, ALIVE), (ATTIC, B1, LEFT), (ATTIC, B2, ALIVE)]
 
 
 def test_a_goodbye_of_an_older_boot_says_nothing_about_the_new_one() -> None:
@@ -186,7 +195,7 @@ def test_after_it_came_back_its_other_connection_may_still_name_what_it_began_wi
     watch.wait(SUSPECT_S - 1)
     assert watch.hear(incarnation=1) is None
     watch.wait(SUSPECT_S - 1)
-    assert watch.states() == [ALIVE, DEAD, ALIVE]
+    assert watch.states() == [ALIVE, LEFT, ALIVE]
 
 
 def test_a_node_whose_disk_went_back_in_time_passes_what_is_known_of_it() -> None:
@@ -194,7 +203,7 @@ def test_a_node_whose_disk_went_back_in_time_passes_what_is_known_of_it() -> Non
     watch.hear(boot=B3, incarnation=40)
     watch.leave(boot=B3)
     assert watch.hear(boot=B1, incarnation=7) == 40
-    assert watch.members.state(ATTIC) is DEAD
+    assert watch.members.state(ATTIC) is LEFT
     assert watch.hear(boot=B1, incarnation=41) is None
     assert watch.said()[-1] == (ATTIC, B1, ALIVE)
 
@@ -298,7 +307,7 @@ def test_nodes_do_not_touch_each_other() -> None:
     watch.wait(5)
     watch.leave(CELLAR)
     assert watch.members.state(ATTIC) is SUSPECT
-    assert watch.members.state(CELLAR) is DEAD
+    assert watch.members.state(CELLAR) is LEFT
     watch.wait(DEAD_S - 9)
     assert watch.changes[-1] == (DEAD_S, StateChanged(ATTIC, B1, DEAD))
 
@@ -324,11 +333,11 @@ def test_changes_alternate_and_timers_always_move(history: list[tuple[str, NodeI
         alive_boot: BootId | None = None
         for boot, state in changes:
             assert alive_boot in (None, boot)
-            alive_boot = None if state is DEAD else boot
+            alive_boot = None if state.gone else boot
         boots = [boot for boot, state in changes if state is ALIVE]
         assert boots == sorted(boots), "no boot comes back after a later one"
     watch.wait(DEAD_S)
-    assert watch.members.state(ATTIC) is watch.members.state(CELLAR) is DEAD
+    assert all(watch.members.state(node).gone for node in (ATTIC, CELLAR))
 
 
 def test_a_dead_node_is_forgotten_after_a_while_and_may_come_back() -> None:

@@ -302,7 +302,7 @@ async def test_a_node_that_counts_as_dead_comes_back_by_a_higher_incarnation(hou
         house.coordinator._driver.feed(Left(me.node, me.boot))
         [heard] = await answers(control, beat_of(me, incarnation=5, table=mark), 1)
         assert heard.header["above"] == 5
-        assert house.coordinator.state(me.node) is NodeState.DEAD
+        assert house.coordinator.state(me.node) is NodeState.LEFT
         [heard] = await answers(control, beat_of(me, incarnation=6, table=mark), 1)
         assert "above" not in heard.header
         assert house.coordinator.state(me.node) is NodeState.ALIVE
@@ -372,7 +372,7 @@ async def test_a_removed_node_leaves_the_table_at_once(house: House) -> None:
         with trio.fail_after(END_S):
             while house.connected():  # noqa: ASYNC110 - the coordinator's own task
                 await trio.sleep(0.01)
-    assert house.coordinator.state(attic.identity.node) is NodeState.DEAD
+    assert house.coordinator.state(attic.identity.node) is NodeState.LEFT
     assert house.coordinator._roll.table.rows == {}
 
 

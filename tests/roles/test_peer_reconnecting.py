@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,6 +24,7 @@ from swarmnode.roles.coordinator_watch import CoordinatorWatch
 from swarmnode.roles.lane_ends import BETTER_S
 from swarmnode.roles.peer import REFUSED_S, STEADY_S, Peer
 from swarmnode.wire.address import Address
+from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
@@ -243,3 +245,44 @@ async def test_a_peer_that_is_connected_directly_looks_for_nothing_better(tmp_pa
     context = node_context(identity("attic"), MemoryNetwork(), read_settings(tmp_path, environ={}))
     peer = Peer(context, [SWARM_PORT], PeerResources(1 << 30, "cpu", 1), ShardStore(tmp_path / "store"), member)
     await peer._look_for_better("direct")
+
+
+@pytest.mark.parametrize(("house", "said"), [("house", ["the node was stopped"]), ("attic", [])])
+async def test_a_peer_that_is_stopped_says_so_to_a_coordinator_on_another_node(
+    tmp_path: Path, nursery: trio.Nursery, house: str, said: list[str]
+) -> None:
+    """Over TCP, and as its connections end; where they end for another reason it is back soon."""
+    heard, beaten, ended = list[str](), trio.Event(), trio.Event()
+    scopes: list[trio.CancelScope] = []
+
+    async def serve(kind: str, hello: Hello, channel: Channel) -> None:
+        if kind == "requests":
+            with trio.CancelScope() as scope:
+                scopes.append(scope)
+                await trio.sleep_forever()
+            return
+        with suppress(LinkBroken):
+            async for frame in channel:
+                if frame.kind == "bye":
+                    heard.append(frame.header["reason"])
+                elif len(scopes) > 1:
+                    beaten.set()
+        if beaten.is_set():
+            ended.set()
+
+    transport = DirectTransport(None)
+    address = await nursery.start(transport.listen, Address("127.0.0.1", 0), serve, identity(house))
+    context = node_context(identity("attic"), transport, read_settings(tmp_path, environ={}))
+    resources = PeerResources(memory_bytes=1 << 30, device="cpu", threads=1)
+    peer = Peer(context, [address], resources, ShardStore(tmp_path / "s"), cast("Any", NoMembership()))
+    with trio.fail_after(10):
+        async with trio.open_nursery() as node:
+            node.start_soon(peer.run)
+            while not scopes:  # noqa: ASYNC110 - the listener's own task
+                await trio.sleep(0.01)
+            scopes[0].cancel()
+            await beaten.wait()
+            assert heard == []
+            node.cancel_scope.cancel()
+        await ended.wait()
+    assert heard == said

@@ -10,6 +10,7 @@ import pytest
 
 from sims.__main__ import main
 from sims.engines import StageTable
+from sims.report import percentile
 from sims.ring import RingSpec, links_of
 from sims.scenarios import chats, churn, failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 from sims.scenarios.decode import bound_of, steady
@@ -228,3 +229,8 @@ def test_failover_ends_with_every_node_at_the_new_coordinator() -> None:
     report = failover.run(voters=3, failovers=20, nodes=5)
     assert 5 < report["p50_s"] <= report["p99_s"] <= report["worst_s"] < 25
     assert report["p50_s"] < report["all_back"]["p50_s"] < 30
+
+
+def test_of_a_hundred_coordinators_that_are_killed_one_has_no_successor_within_the_promise() -> None:
+    took_s = [failover.succession_s(3, seed) for seed in range(1000)]
+    assert percentile(took_s, 0.99) <= 20.0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from swarmnode.ids import NodeId
 
 SEEDS = 2000
+SEEDS_OF_A_MAJORITY = 500
 SEEDS_TO_FIND_A_BUG = 1000
 
 
@@ -33,6 +34,33 @@ def test_nothing_breaks_the_promises(part: int) -> None:
     assert elections > SEEDS / 4  # the faults did end terms of office
     assert faults > 10 * SEEDS / 4
     assert disks > SEEDS / 4
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_a_majority_that_is_connected_needs_nobody_else(part: int) -> None:
+    for seed in range(part * SEEDS_OF_A_MAJORITY // 2, (part + 1) * SEEDS_OF_A_MAJORITY // 2):
+        torture(seed, count=5 if seed % 2 else 3, whole=False)
+
+
+class AsksAnybodyAnyTime(Election):
+    """Without PreVote, and votes while it hears a coordinator."""
+
+    def _ask(self, now: float) -> None:
+        if self._has_vote:
+            self._stand(now)
+
+    def _knows_coordinator(self, now: float) -> bool:
+        return False
+
+
+def test_one_that_nobody_reaches_keeps_a_connected_majority_from_electing_where_none_asks_first() -> None:
+    stuck = 0
+    for seed in range(40):
+        try:
+            torture(seed, AsksAnybodyAnyTime, whole=False)
+        except Stuck:
+            stuck += 1
+    assert stuck > 0
 
 
 class VotesWithoutLooking(Election):

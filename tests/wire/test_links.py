@@ -16,6 +16,7 @@ from swarmnode.wire.connection import BUNDLE_FRAMES, DirectChannel
 from swarmnode.wire.deadlines import FRAME_S
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame, encode_bytes
+from swarmnode.wire.limits import STREAM_WINDOW_BYTES
 from swarmnode.wire.link import PROTOCOL, Identity, LinkOptions, Parameters
 from swarmnode.wire.traffic import Traffic
 
@@ -428,3 +429,20 @@ async def test_a_channel_of_an_unknown_kind_is_refused(
     with pytest.raises(LinkBroken, match=r"refused a teleport channel with status 404|nobody serves teleport"):
         async with transport.dial(address, "teleport", attic):
             pytest.fail("the link came up")
+
+
+async def test_who_only_reads_is_heard_by_its_sender(attic: Identity, cellar: Identity, nursery: trio.Nursery) -> None:
+    """By the credit that it gives."""
+    heard: list[int] = []
+
+    async def give(kind: str, hello: Hello, channel: Channel) -> None:
+        for _ in range(4 * STREAM_WINDOW_BYTES >> 20):
+            await channel.send(tensor(1 << 20))
+            heard.append(channel.heard_bytes)
+
+    transport = DirectTransport(None)
+    address = await start(nursery, transport, give, cellar)
+    async with transport.dial(address, "steps", attic) as channel:
+        async for _ in channel:
+            pass
+    assert heard[-1] > heard[0]

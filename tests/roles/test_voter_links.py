@@ -1,0 +1,113 @@
+"""A voter's links to the others on virtual time: one that was cut is made anew long before a kernel gives it up."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from swarmnode.cluster.election import HEARTBEAT_S, QUORUM_S
+from swarmnode.cluster.election_messages import Append, Appended, Entry
+from swarmnode.ids import BootId, NodeId
+from swarmnode.roles.vote_codec import to_frame
+from swarmnode.roles.voter_links import ENTRY_BYTES_PER_S, LOOK_S, RETRY_MOST_S, VoterLinks
+from swarmnode.wire.address import Address
+from swarmnode.wire.dialing import Way
+from swarmnode.wire.link import Identity
+from swarmnode.wire.memory import MemoryNetwork
+from swarmnode.wire.routes import DIRECT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from swarmnode.cluster.election_messages import VoterMessage
+    from swarmnode.wire.link import Channel, Hello
+
+A, B = NodeId("a" * 32), NodeId("b" * 32)
+MARK = (1, 1)
+HEARTBEAT = Append(1, MARK, MARK)
+ANSWER = to_frame(Appended(1, MARK))
+
+
+class Other:
+    """The other voter: from `cut` on, what it is sent on the links of before vanishes. It answers after `late_s`."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork(latency_s=0.02)
+        self.came_s: list[float] = []
+        self.late_s = 0.0
+        self.good_from = 0
+        self.answered = 0
+        self.links = VoterLinks(self._ways, self._take)
+
+    def cut(self) -> None:
+        self.good_from = len(self.came_s)
+
+    async def _serve(self, kind: str, hello: Hello, channel: Channel) -> None:
+        number = len(self.came_s)
+        self.came_s.append(trio.current_time())
+        async for _ in channel:
+            if number >= self.good_from:
+                await trio.sleep(self.late_s)
+                await channel.send(ANSWER)
+
+    def _ways(self, node: NodeId, places: Sequence[str]) -> list[Way[Channel]]:
+        me = Identity(A, BootId("b"), "a", ("coordinator", "peer"))
+        return [Way(DIRECT, partial(self.network.dial, Address("127.0.0.1", 1), "votes", me), places[0])]
+
+    async def _take(self, node: NodeId, message: VoterMessage) -> None:
+        self.answered += 1
+
+    async def run(self, nursery: trio.Nursery) -> None:
+        identity = Identity(B, BootId("b"), "b", ("coordinator", "peer"))
+        await nursery.start(self.network.listen, Address("127.0.0.1", 1), self._serve, identity)
+        await nursery.start(self.links.run)
+        self.links.follow({B: ("127.0.0.1:1",)})
+        await trio.sleep(1)
+        assert self.links.up == {B}
+
+    async def beat(self, times: int) -> None:
+        for _ in range(times):
+            self.links.post(B, HEARTBEAT)
+            await trio.sleep(HEARTBEAT_S)
+
+
+@pytest.fixture
+async def other(nursery: trio.Nursery) -> Other:
+    other = Other()
+    await other.run(nursery)
+    return other
+
+
+async def test_a_link_that_was_cut_is_made_anew(other: Other, nursery: trio.Nursery, autojump_clock: object) -> None:
+    await other.beat(60)
+    assert len(other.came_s) == 1, "one that is answered stays"
+    answered, cut_s = other.answered, trio.current_time()
+    other.cut()
+    await other.beat(12)
+    assert len(other.came_s) == 2
+    assert other.came_s[1] - cut_s <= QUORUM_S + LOOK_S + RETRY_MOST_S
+    assert other.answered > answered
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_link_on_which_nothing_is_asked_is_left_alone(
+    other: Other, nursery: trio.Nursery, autojump_clock: object
+) -> None:
+    other.cut()
+    await trio.sleep(60)
+    assert (len(other.came_s), other.links.up) == (1, {B})
+    nursery.cancel_scope.cancel()
+
+
+async def test_an_entry_may_take_as_long_as_a_slow_line_needs_for_it(
+    other: Other, nursery: trio.Nursery, autojump_clock: object
+) -> None:
+    other.late_s = 4 * QUORUM_S
+    document = bytes(int(ENTRY_BYTES_PER_S * other.late_s))
+    other.links.post(B, Append(1, MARK, (0, 0), Entry(1, 1, (A, B), document)))
+    await trio.sleep(other.late_s + 1)
+    assert (len(other.came_s), other.answered) == (1, 1)
+    nursery.cancel_scope.cancel()
