@@ -135,7 +135,8 @@ class StepCosts(_Report):
 
 class ReadyStage(_Report):
     """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine, the
-    device and threads it really uses, and what its steps cost, where it measured them."""
+    device and threads it really uses, what its steps cost, where it measured them, and how many rows a group may have
+    where it did not (0: any number)."""
 
     address: Name
     addresses: Annotated[list[Name], Field(max_length=MAX_ADDRESSES)] = []
@@ -144,6 +145,7 @@ class ReadyStage(_Report):
     device: Name | None = None
     threads: Count | None = None
     costs: StepCosts | None = None
+    max_group: Count = 0
     links: Count = 0
 
 
