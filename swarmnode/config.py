@@ -123,7 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
         "SWARM_SERVE_MAX_BATCH",
         "0",
         "coordinator",
-        "most sessions one decode forward takes (0: no cap, 1: one at a time)",
+        "most sessions one decode forward takes (0: as costs tell; while they do not, 2 on cards older than Ampere)",
         _at_least(0),
     ),
     Variable(

@@ -27,6 +27,7 @@ REPLY = "Bees swarm in spring. 蜂の群れ 🐝 and that is all there is to say
 SCRIPT = {
     "replies": [
         {"when": list(b"long"), "ids": list(b"abcdefghij") * 400},
+        {"when": list(b"medium"), "ids": list(b"abcdefghij") * 40},
         {"when": list(b"broken"), "ids": list(b"this will fail"), "fail_at": 5},
         {"when": list(b"early"), "ids": list(b"never"), "fail_at": 0},
     ],
@@ -105,6 +106,16 @@ class Swarm:
         self.openai.close()
         self.client.close()
         self.local.stop()
+
+
+def open_files(swarm: Swarm) -> dict[str, int]:
+    """Descriptors that each node has open, by name."""
+    nodes = {**swarm.local.peers, "coordinator": swarm.local.coordinator}
+    return {name: open_descriptors(node.process.pid) for name, node in nodes.items() if node is not None}
+
+
+def open_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def start_again(local: LocalSwarm, name: str, *extra: str) -> dict[str, Any]:

@@ -55,9 +55,8 @@ class Ask:
 
     def is_right(self, text: str) -> bool:
         """Whether a complete reply is the script's, as far as max_tokens and stop strings let it go."""
-        return text.rstrip("\ufffd") == self._expected() or (
-            self.max_tokens is None and bool(text) and self.begins_right(text)
-        )
+        cut_by_context = self.max_tokens is None and "long" in self.text
+        return text.rstrip("\ufffd") == self._expected() or (cut_by_context and bool(text) and self.begins_right(text))
 
     def begins_right(self, text: str) -> bool:
         """Whether the script's reply begins so: what a client saw that left."""
@@ -65,7 +64,8 @@ class Ask:
 
     def _expected(self) -> str:
         said = {"broken": "this will fail", "early": "never"}.get(self.text, REPLY)
-        full = (ALPHABET * 400 if "long" in self.text else said).encode()
+        grown = ALPHABET * 400 if "long" in self.text else ALPHABET * 40 if "medium" in self.text else ""
+        full = (grown or said).encode()
         whole = full[: self.max_tokens].decode(errors="ignore")
         cuts = [whole.index(stop) for stop in self.stop if stop in whole]
         return whole[: min(cuts)] if cuts else whole

@@ -11,6 +11,7 @@ from typing import Any
 from sims.engines import StageTable
 from sims.ring import RingSpec
 from sims.world import Link, Request, World
+from swarmnode.ring.cost_model import CostModel
 from swarmnode.ring.head_messages import Sampled
 from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
 
@@ -42,7 +43,7 @@ def _compare(tokens: int, bytes_per_s: float | None, seed: int) -> dict[str, Any
     floor_s = floor(tokens, bytes_per_s)
     spec = _spec(bytes_per_s, "cost", seed)
     ours_s, source_s = ttft_s(spec, tokens), ttft_s(_spec(bytes_per_s, "source", seed), tokens)
-    waiting_s = ttft_s(spec, tokens, OneAtATime(spec.head_config))
+    waiting_s = ttft_s(spec, tokens, OneAtATime(spec.head_config, CostModel(len(spec.tables))))
     return {
         "floor_s": round(floor_s, 3),
         "ours_s": round(ours_s, 3),

@@ -14,6 +14,7 @@ from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
 from sims.scenarios.decode import steady
 from sims.source_transport import OneGroup, SplitWorld
+from swarmnode.ring.cost_model import CostModel
 
 if TYPE_CHECKING:
     from sims.world import World
@@ -67,7 +68,8 @@ def build(flags: TwoPcs) -> World:
         jitter=flags.jitter,
         seed=flags.seed,
     )
-    schedule: Schedule | None = OneGroup(spec.head_config) if flags.groups == "one" else None
+    costs = CostModel(len(spec.tables))
+    schedule: Schedule | None = OneGroup(spec.head_config, costs) if flags.groups == "one" else None
     if flags.coalesce_ms is None:
         return spec.build(schedule)
     world = spec.build(schedule, SplitWorld)

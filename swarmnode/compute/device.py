@@ -17,6 +17,9 @@ from swarmnode.wire.deadlines import DEVICE_PROBE_S
 
 LEAST_CAPABILITY = (8, 0)
 """Ampere: torch's 4-bit kernel uses its tensor cores, and fails in the launch on older cards."""
+OLDER_CARDS_ROWS = 2
+"""B4: two rows cost such a card little more than one, four cost it several times as much (nf4, which unpacks a weight
+for more than one row; nothing here splits such a call, so there is no cap of four)."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -48,6 +51,12 @@ def int4_obstacle(device: torch.device) -> str:
     except Exception as error:  # whatever a library that is missing, broken or for another torch raises
         return f"torchao cannot be imported ({type(error).__name__}: {str(error)[:200]})"
     return ""
+
+
+def unmeasured_rows(device: torch.device) -> int:
+    """Rows that a decode group may have here while nobody knows what they cost; 0: any number."""
+    older = device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
+    return OLDER_CARDS_ROWS if older else 0
 
 
 def card_memory(device: torch.device) -> dict[str, int]:

@@ -41,6 +41,8 @@ class StageReport:
     threads: int
     costs: StageCosts | None
     kernels: str | None = None
+    max_group: int = 0
+    """Most rows of a decode group, while it is not known what they cost on every stage; 0: no cap."""
 
     def as_map(self) -> dict[str, Any]:
         """The part of the `ready` frame's body that is about the stage."""
@@ -51,6 +53,7 @@ class StageReport:
             "threads": self.threads,
             "kernels": self.kernels,
             "costs": None if self.costs is None else costs_as_map(self.costs),
+            "max_group": self.max_group,
         }
 
 
@@ -65,6 +68,8 @@ def report_stage(
     """Measure the stage that took `load_s` to load; raises LoadRefused where no conversation fits beside it."""
     import torch
 
+    from swarmnode.compute.device import unmeasured_rows
+
     progress("measuring", 0, 1)
     costs = _costs(spec, engine, load_s)
     return_freed_memory()  # of the steps that were measured: what the allocator keeps would be missing to conversations
@@ -75,8 +80,9 @@ def report_stage(
     tokens = admitted_tokens(spec.kv_tokens, min(spec.min_context_tokens, spec.context_tokens), room)
     if tokens < spec.kv_tokens:
         _log(spec, f"KV for {tokens:,} tokens fits, {spec.kv_tokens:,} were planned: {room.why}")
+    most_rows, threads = unmeasured_rows(model.device), torch.get_num_threads()
     return StageReport(
-        tokens, spec.kv_tokens, str(model.device), torch.get_num_threads(), costs, kernels=model.kernels()
+        tokens, spec.kv_tokens, str(model.device), threads, costs, kernels=model.kernels(), max_group=most_rows
     )
 
 

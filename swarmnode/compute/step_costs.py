@@ -2,6 +2,9 @@
 
 What is measured here is where the head's cost model starts; every real step refines it. So a hiccup costs little, and
 the measurement ends when its time is up, with what it has: a slow stage knows less at first, not later.
+
+What real steps refined is not written back: only the head knows it, on another machine than most stages' files, and it
+holds what else those machines did that hour. A reload begins with what an idle machine gave, and few steps correct it.
 """
 
 from __future__ import annotations

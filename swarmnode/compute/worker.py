@@ -282,7 +282,10 @@ def read_measured(body: Mapping[str, Any], stages: int) -> RingMeasured:
         raise ProtocolError(
             f"probe_ring: kv_tokens={kv_tokens!r:.80} and costs={costs!r:.80} are not those of {stages} stages"
         )
-    return RingMeasured(kv_tokens, tuple(None if entry is None else read_costs(entry) for entry in costs))
+    max_group = body.get("max_group", 0)
+    if type(max_group) is not int or max_group < 0:
+        raise ProtocolError(f"probe_ring: max_group={max_group!r:.80} is no number of rows")
+    return RingMeasured(kv_tokens, tuple(None if entry is None else read_costs(entry) for entry in costs), max_group)
 
 
 def _hand_over(machine: Head | Stage, text: TextThread | None, post: Callable[[Frame], None]) -> None:

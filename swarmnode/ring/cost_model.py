@@ -93,6 +93,8 @@ class CostModel:
         self.num_stages = num_stages
         self.steps = 0
         """Groups observed so far: what is planned from older costs is planned again after a while."""
+        self.unmeasured_rows = 0
+        """What the cards' age lets a group have where its cost is not known or not asked (B4); 0: any number."""
         self._groups = [CostTable() for _ in range(num_stages)]
         self._pieces = [CostTable() for _ in range(num_stages)]
         self._road_ms: deque[float] = deque(maxlen=ROAD_WINDOW)

@@ -34,7 +34,7 @@ class CostSchedule:
     def __init__(self, config: HeadConfig, costs: CostModel) -> None:
         self._config = config
         self._costs = costs
-        self._fallback = SourceSchedule(config)
+        self._fallback = SourceSchedule(config, costs)
         self._plans: dict[int, tuple[int, Partition]] = {}
 
     # groups
@@ -115,4 +115,4 @@ class CostSchedule:
 
 def make_schedule(config: HeadConfig, costs: CostModel) -> Schedule:
     """The schedule the configuration names."""
-    return SourceSchedule(config) if config.schedule == "source" else CostSchedule(config, costs)
+    return SourceSchedule(config, costs) if config.schedule == "source" else CostSchedule(config, costs)

@@ -139,6 +139,7 @@ class Head:
 
     def _measured(self, ring: RingMeasured) -> None:
         self.admission.budget.total_tokens = ring.kv_tokens
+        self.costs.unmeasured_rows = ring.max_group
         for stage, costs in enumerate(ring.costs):
             if costs is not None:
                 self.costs.start(stage, costs)

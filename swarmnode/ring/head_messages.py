@@ -51,6 +51,8 @@ class RingMeasured:
     """The smallest budget of all stages: what the head admits by from now on."""
     costs: tuple[StageCosts | None, ...]
     """By stage: where its costs start, until real steps say more; None: it measured none."""
+    max_group: int = 0
+    """Most rows of a decode group by the oldest card's rule, which holds while costs are not known; 0: no cap."""
 
 
 HeadInput = Open | Cancel | StartProbe | RingMeasured | Envelope

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from swarmnode.ring.cost_model import CostModel
     from swarmnode.ring.head_config import HeadConfig
 
 
@@ -40,14 +41,17 @@ class Schedule(Protocol):
 
 
 class SourceSchedule:
-    """The source's rules: groups of ceil(in flight / stages) under the cap, one piece per stage in the ring."""
+    """The source's rules: groups of ceil(in flight / stages) under the cap, one piece per stage in the ring. What was
+    configured is the cap, else what the cards' age tells."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, costs: CostModel) -> None:
         self._config = config
+        self._costs = costs
 
     def group_rows(self, now: Pass) -> int:
         rows = -(-now.decoding // self._config.num_stages)
-        return min(now.ready, rows, self._config.max_group or rows)
+        cap = self._config.max_group or self._costs.unmeasured_rows
+        return min(now.ready, rows, cap or rows)
 
     def piece_positions(self, now: Pass, left: int) -> int:
         if now.pieces_in_flight >= self._config.num_stages:

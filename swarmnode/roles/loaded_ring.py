@@ -313,7 +313,8 @@ class LoadedRing:
         """What the head has to know of all stages before the first request."""
         stages = (self.ready.get(stage) for stage in range(len(self.specs)))
         costs = [ready.costs.model_dump() if ready and ready.costs else None for ready in stages]
-        return {"kv_tokens": self.kv_tokens, "costs": costs}
+        max_group = min((ready.max_group for ready in self.ready.values() if ready.max_group), default=0)
+        return {"kv_tokens": self.kv_tokens, "costs": costs, "max_group": max_group}
 
     def _notify(self, event: RingEvent) -> None:
         match event:

@@ -135,8 +135,8 @@ class StepCosts(_Report):
 
 class ReadyStage(_Report):
     """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine, the
-    device and threads it really uses, whose kernels multiply its quantized weights, and what its steps cost, where it
-    measured them."""
+    device and threads it really uses, whose kernels multiply its quantized weights, what its steps cost, where it
+    measured them, and how many rows a group may have where it did not (0: any number)."""
 
     address: Name
     addresses: Annotated[list[Name], Field(max_length=MAX_ADDRESSES)] = []
@@ -146,6 +146,7 @@ class ReadyStage(_Report):
     threads: Count | None = None
     kernels: Name | None = None
     costs: StepCosts | None = None
+    max_group: Count = 0
     links: Count = 0
 
 

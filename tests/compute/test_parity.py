@@ -45,13 +45,20 @@ class Loaded:
 
     stage_counts: tuple[int, ...] = ()
 
-    def __init__(self, path: Path, family: str, tied: bool, overrides: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        family: str,
+        tied: bool,
+        overrides: dict[str, Any],
+        prompts: dict[int, list[int]] = PROMPTS,
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.path = path
+        self.path, self.prompts = path, prompts
         self.checkpoint = make_tiny(path / "model", family, 1, num_layers=LAYERS, tied=tied, **overrides)
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint)
-        self.references: dict[int, Reference] = {s: generate(model, p, NEW_TOKENS) for s, p in PROMPTS.items()}
+        self.references: dict[int, Reference] = {s: generate(model, p, NEW_TOKENS) for s, p in prompts.items()}
 
     def chain(self, stages: int, **settings: Any) -> Chain:
         target = self.path / f"over-{stages}-{len(list(self.path.iterdir()))}"
@@ -96,6 +103,35 @@ def test_sessions_of_mixed_lengths_join_and_leave_one_batch(loaded: Loaded, pari
         parity.check(seen[:NEW_TOKENS], loaded.references[session])
         assert len(seen) == NEW_TOKENS
     assert all(engine.kv_tokens() == 0 for engine in chain.engines)
+
+
+LENGTHS = (1, 63, 511, 1990)
+"""In turn: caches grow by steps of 64 positions, and from 512 on by an eighth."""
+JOINING = 20
+"""Sessions, one a step: from the twelfth step on one joins and one leaves at every step, all lengths in one group."""
+
+
+@pytest.mark.parametrize(("family", "lean"), [("llama", True), ("gemma3", True), ("qwen2", False)])
+def test_b1_lengths_of_1_to_2000_join_and_leave_at_every_step(
+    family: str, lean: bool, tmp_path: Path, parity: Parity
+) -> None:
+    loaded = Loaded(tmp_path, family, False, {}, {length: prompt_of(length, length) for length in LENGTHS})
+    chain, tokens = loaded.chain(2, lean=lean), dict[int, list[int]]()
+    assert {engine.model.lean is not None for engine in chain.engines} == {lean}
+    sizes = []
+    for step in range(JOINING + NEW_TOKENS):
+        if step < JOINING:
+            tokens[step] = [chain.prefill(step, loaded.prompts[LENGTHS[step % len(LENGTHS)]], 256)]
+        active = [session for session, seen in tokens.items() if len(seen) < NEW_TOKENS]
+        sizes.append(len(active))
+        for session, token in zip(active, chain.step(*active) if active else (), strict=True):
+            tokens[session].append(token)
+            if len(tokens[session]) == NEW_TOKENS:
+                chain.free(session)
+    assert sizes == [*range(1, 11), *(11 for _ in range(JOINING - 10)), *range(10, -1, -1), 0]
+    for session, seen in tokens.items():
+        parity.check(seen, loaded.references[LENGTHS[session % len(LENGTHS)]])
+    assert all(engine.kv_tokens() == 0 and engine.kv_bytes() == 0 for engine in chain.engines)
 
 
 def test_the_cases_run_on_the_decoder_they_are_meant_for(loaded: Loaded) -> None:

@@ -10,7 +10,9 @@ from stage_chains import Chain, prompt_of, stage_specs
 from test_worker import head_spec
 from tiny_models import make_tiny
 
+from swarmnode.compute import device as devices
 from swarmnode.compute import stage_report
+from swarmnode.compute.device import unmeasured_rows
 from swarmnode.compute.kv_room import resident_bytes
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.stage_report import report_stage
@@ -147,11 +149,39 @@ def test_a_quantized_stage_reports_whose_kernels_serve_it(tmp_path: Path) -> Non
 def test_the_head_is_told_what_the_coordinator_collected() -> None:
     body = {"kv_tokens": 77, "costs": [{"group_ms": {"1": 2.5}, "piece_ms": {}}, None]}
     assert read_measured(body, 2) == RingMeasured(77, (StageCosts({1: 2.5}, {}), None))
+    assert read_measured({**body, "max_group": 2}, 2).max_group == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "rows"),
+    [("cuda", (7, 5), 2), ("cuda:1", (6, 1), 2), ("cuda", (8, 0), 0), ("cuda", (9, 0), 0), ("cpu", (0, 0), 0)],
+)
+def test_b4_cards_older_than_ampere_take_two_rows_while_nothing_is_known_of_them(
+    device: str, capability: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert unmeasured_rows(torch.device(device)) == rows
+
+
+def test_b4_a_stage_says_what_its_card_takes(
+    engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert report(engines[0], spec_of(0, tmp_path)).as_map()["max_group"] == 0
+    monkeypatch.setattr(devices, "unmeasured_rows", lambda _: 2)
+    assert report(engines[0], spec_of(0, tmp_path)).as_map()["max_group"] == 2
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"kv_tokens": -1}, {"kv_tokens": None}, {"costs": None}, {"costs": [None]}, {"costs": [5, None]}],
+    [
+        {"kv_tokens": -1},
+        {"kv_tokens": None},
+        {"costs": None},
+        {"costs": [None]},
+        {"costs": [5, None]},
+        {"max_group": -1},
+        {"max_group": "2"},
+    ],
     ids=str,
 )
 def test_what_is_no_measurement_of_the_ring_is_refused(change: dict[str, Any]) -> None:

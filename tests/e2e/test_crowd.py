@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from local_swarms import Swarm, start_swarm, wait_until
+from local_swarms import Swarm, open_descriptors, open_files, start_swarm, wait_until
 from random_clients import REQUEST_S, Ask, Tally, answer
 
 from swarmnode.catalog.registry import Registry
 from swarmnode.cluster.pricing import price_stage
+from swarmnode.compute.scripted import KV_BYTES_PER_TOKEN_LAYER
 from swarmnode.roles.planning import model_shape
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def asked(rng: random.Random) -> Ask:
     return Ask(MODEL, text, stream, max_tokens, (), after)
 
 
-GROWING = Ask(MODEL, "a long one " + "y" * 1200, True, None, (), 150)
-"""Two of these are let in together, and cannot both grow to where their clients leave."""
+GROWING = Ask(MODEL, "a medium one " + "y" * 1000, True, None, (), None)
+"""Two of these are let in together, and cannot both grow to their ends: one is paused, and both must be whole."""
 
 
 def be_first(api: str, tally: Tally) -> None:
@@ -87,11 +88,18 @@ def be_a_client(api: str, rng: random.Random, tally: Tally) -> None:
             answer(http, asked(rng), tally)
 
 
+def open_files_of_all(swarm: Swarm) -> dict[str, int]:
+    """Of nodes and of their workers."""
+    workers = {f"{peer}'s worker": open_descriptors(pid) for peer, pid in swarm.worker_pids(MODEL).items()}
+    return {**open_files(swarm), **workers}
+
+
 def test_sixteen_clients_in_little_memory_leave_nothing(tight_swarm: Swarm) -> None:
     swarm, tally = tight_swarm, Tally()
     status = swarm.load(MODEL)
     assert len(status["stages"]) == STAGES
     assert 2048 <= status["kv_tokens"] <= KV_TOKENS
+    files = open_files_of_all(swarm)
     first = [threading.Thread(target=be_first, args=(swarm.local.api, tally)) for _ in range(2)]
     for client in first:
         client.start()
@@ -107,5 +115,15 @@ def test_sixteen_clients_in_little_memory_leave_nothing(tight_swarm: Swarm) -> N
     assert tally.wrong == []
     assert tally.outcomes.total() == CLIENTS * REQUESTS + len(first)
     assert tally.outcomes.keys() == {"replied", "streamed", "left", "stage_failed"}
+    assert tally.outcomes["streamed"] >= len(first)
     wait_until(lambda: swarm.quiet(MODEL), "nothing is held but what is parked")
-    assert swarm.status(MODEL)["kv_parked_tokens"] <= status["kv_tokens"]
+    after = swarm.status(MODEL)
+    assert after["kv_parked_tokens"] <= status["kv_tokens"]
+    for stage in after["stages"]:
+        first_layer, last_layer = stage["layers"]
+        parked_bytes = after["kv_parked_tokens"] * (last_layer - first_layer + 1) * KV_BYTES_PER_TOKEN_LAYER
+        assert stage["kv_bytes"] <= parked_bytes
+    wait_until(
+        lambda: all(count <= files[name] for name, count in open_files_of_all(swarm).items()),
+        "no node or worker has more files open than before",
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from local_swarms import Swarm, start_swarm, wait_until
+from local_swarms import Swarm, open_descriptors, start_swarm, wait_until
 
 from swarmnode.cli.local_swarm import NodeProcess
 
@@ -49,10 +49,6 @@ def rss_bytes(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
-def descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
 def busy_share(pid: int) -> float:
     """Of one processor, over a second in which nobody asks anything."""
 
@@ -78,14 +74,14 @@ def test_scenario_15_idle_connections_cost_little_and_keep_nobody_out(lone: Swar
     local = lone.local
     assert local.coordinator is not None
     pid = local.coordinator.process.pid
-    rss_before, open_before = rss_bytes(pid), descriptors(pid)
+    rss_before, open_before = rss_bytes(pid), open_descriptors(pid)
     with idle_connections(local.api if port == "api" else local.swarm, count):
-        assert descriptors(pid) < OPEN_MOST
+        assert open_descriptors(pid) < OPEN_MOST
         for _ in range(CALLS):
             assert httpx.get(f"{local.api}/v1/models", timeout=ANSWER_S, trust_env=False).status_code == 200
         assert busy_share(pid) < 0.5
         assert rss_bytes(pid) - rss_before < MORE_RSS_BYTES
-    wait_until(lambda: descriptors(pid) <= open_before + 2, "they are gone here, too", 30.0)
+    wait_until(lambda: open_descriptors(pid) <= open_before + 2, "they are gone here, too", 30.0)
 
 
 def test_scenario_15_without_descriptors_accepting_pauses_and_goes_on(tmp_path: Path, models_root: Path) -> None:
@@ -96,12 +92,12 @@ def test_scenario_15_without_descriptors_accepting_pauses_and_goes_on(tmp_path: 
     try:
         api = node.wait_for("ready")["api"]
         pid = node.process.pid
-        before = descriptors(pid)
+        before = open_descriptors(pid)
         with idle_connections(api, DESCRIPTORS):
-            wait_until(lambda: descriptors(pid) >= DESCRIPTORS - 1, "it has no descriptor left")
+            wait_until(lambda: open_descriptors(pid) >= DESCRIPTORS - 1, "it has no descriptor left")
             assert busy_share(pid) < 0.5, "it does not spin"
             assert node.process.poll() is None
-        wait_until(lambda: descriptors(pid) <= before + 2, "they are gone here, too", 30.0)
+        wait_until(lambda: open_descriptors(pid) <= before + 2, "they are gone here, too", 30.0)
         assert httpx.get(f"{api}/v1/models", timeout=ANSWER_S, trust_env=False).status_code == 200
     finally:
         node.stop()

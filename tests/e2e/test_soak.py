@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from local_swarms import REPLY, Swarm, alive, descendants, start_swarm, wait_until
+from local_swarms import REPLY, Swarm, alive, descendants, open_files, start_swarm, wait_until
 from random_clients import REQUEST_S, Ask, Tally, answer
 
 from swarmnode.cli.client import ApiClient
@@ -145,11 +145,6 @@ def anonymous_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
     raise AssertionError("no RssAnon in /proc/PID/status")
-
-
-def open_files(swarm: Swarm) -> dict[str, int]:
-    nodes = {**swarm.local.peers, "coordinator": swarm.local.coordinator}
-    return {name: len(os.listdir(f"/proc/{node.process.pid}/fd")) for name, node in nodes.items() if node is not None}
 
 
 def load_all(swarm: Swarm) -> None:

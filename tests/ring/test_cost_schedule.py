@@ -6,7 +6,9 @@ import pytest
 from ring_world import head_config
 
 from swarmnode.ring.cost_model import CostModel, StageCosts
-from swarmnode.ring.cost_schedule import PIECE_BYTES_IN_FLIGHT, CostSchedule
+from swarmnode.ring.cost_schedule import PIECE_BYTES_IN_FLIGHT, CostSchedule, make_schedule
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_messages import RingMeasured
 from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
 
 BATCHES_WELL = {1: 100.0, 2: 101.0, 4: 103.0, 8: 107.0}
@@ -24,7 +26,8 @@ def schedule(
 
 def test_without_costs_the_sources_rules_hold() -> None:
     config = head_config(2)
-    ours, theirs = CostSchedule(config, CostModel(2)), SourceSchedule(config)
+    costs = CostModel(2)
+    ours, theirs = CostSchedule(config, costs), SourceSchedule(config, costs)
     for now in (Pass(5), Pass(1, (3, 2)), Pass(7, (1,))):
         assert ours.group_rows(now) == theirs.group_rows(now)
 
@@ -46,6 +49,24 @@ def test_a_group_is_what_the_plan_lacks(ready: int, in_flight: tuple[int, ...], 
 
 def test_a_cap_is_kept() -> None:
     assert schedule(max_group=2).group_rows(Pass(8)) == 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "measured", "configured", "rows"),
+    [
+        pytest.param("cost", False, 0, 2, id="nothing is known: the card's rule"),
+        pytest.param("cost", True, 0, 4, id="measured costs say more than a rule (B6)"),
+        pytest.param("source", True, 0, 2, id="the source's rules do not ask for costs"),
+        pytest.param("source", True, 3, 3, id="what was configured goes before the card's rule"),
+    ],
+)
+def test_b4_an_old_cards_cap_holds_where_costs_do_not_tell(
+    scheme: str, measured: bool, configured: int, rows: int
+) -> None:
+    head = Head(head_config(2, schedule=scheme, max_group=configured))
+    costs = StageCosts(BATCHES_WELL) if measured else None
+    head.receive(RingMeasured(4096, (costs, costs), max_group=2), 0.0)
+    assert make_schedule(head.config, head.costs).group_rows(Pass(8)) == rows
 
 
 PIECES = {32: 100.0, 64: 180.0, 128: 350.0, 256: 700.0}

@@ -61,6 +61,21 @@ async def test_each_stage_is_told_all_addresses_of_the_next(
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(("said", "told"), [((0, 0), 0), ((0, 2), 2), ((4, 2), 2)])
+async def test_b4_the_head_is_told_the_least_that_a_card_takes(
+    ring: LoadedRing, posted: list[tuple[NodeId, Frame]], said: tuple[int, int], told: int
+) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ring.run)
+        for stage, rows in enumerate(said):
+            ring.take_ready(stage, ReadyStage(address="lan:1", kv_tokens=4096, pid=1, max_group=rows))
+        for stage in (0, 1):
+            ring.feed(StageLinked(stage))
+        (probe,) = [unpack_body(frame.body) for _, frame in posted if frame.kind == "probe_ring"]
+        assert probe["max_group"] == told
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_stage_is_shown_as_ready_only_while_its_peer_is_there(ring: LoadedRing) -> None:
     def phases() -> list[str]:
         return [stage["phase"] for stage in _ring_status(ring)["stages"]]
