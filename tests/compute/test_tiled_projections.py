@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +14,8 @@ import torch
 from packed_kernels import ALL_KERNELS, take_kernels
 
 from swarmnode.compute import tiled_projections
-from swarmnode.compute.integer_kernels import MAX_ROWS, integer_kernels
-from swarmnode.compute.projections import Int4Projection, Int8Projection, PackedProjection
+from swarmnode.compute.integer_kernels import MAX_INPUTS, MAX_ROWS, IntegerKernels, integer_kernels
+from swarmnode.compute.projections import GROUP, Int4Projection, Int8Projection, PackedProjection
 from swarmnode.compute.tiled_projections import TiledInt4Projection, TiledInt8Projection, packed
 
 if TYPE_CHECKING:
@@ -90,6 +94,78 @@ def test_rows_of_zeros_tiny_and_broken_numbers(method: str) -> None:
     assert not found[2:].isfinite().any()
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(torch.ones(1, 32, dtype=torch.bfloat16), id="too short"),
+        pytest.param(torch.ones(1, 96, dtype=torch.bfloat16), id="too long"),
+        pytest.param(torch.ones(1, 64), id="float32"),
+        pytest.param(torch.ones(1, 64, dtype=torch.bfloat16, device="meta"), id="elsewhere"),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_that_the_code_would_misread_are_refused(method: str, rows: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"takes 64 in bfloat16 on the CPU"):
+        packed(method, weights(64, 64), None).multiply(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "beside"),
+    [
+        pytest.param("int8", torch.zeros(2, 2, 4, 32), torch.zeros(2, 4).bfloat16(), id="dtype"),
+        pytest.param("int8", torch.zeros(2, 2, 4, 32).char(), torch.zeros(1, 4).bfloat16(), id="scales for one tile"),
+        pytest.param("int8", torch.zeros(2, 4, 2, 32).char().transpose(1, 2), torch.zeros(2, 4).bfloat16(), id="view"),
+        pytest.param("int4", torch.zeros(2, 2, 71).byte(), torch.zeros(2, 4, 8).bfloat16(), id="record"),
+        pytest.param("int4", torch.zeros(2, 2, 72).byte(), torch.zeros(2, 4, 2).bfloat16(), id="zeros not filled up"),
+    ],
+)
+def test_weights_that_lie_otherwise_are_refused(kind: str, weight: torch.Tensor, beside: torch.Tensor) -> None:
+    kernels = integer_kernels()
+    assert kernels is not None
+    with pytest.raises(ValueError, match=f"{kind} weights as .*: the kernel reads "):
+        kernels.product(kind, weight, beside)
+
+
+def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> None:
+    def address(_name: str) -> int:
+        return 1
+
+    kernels = IntegerKernels(SimpleNamespace(get_function_address=address))
+    weight, scales = torch.zeros(2, 2, 4, 32).char(), torch.zeros(2, 4).bfloat16()
+    product = kernels.product("int8", weight, scales)
+    held = [weakref.ref(each) for each in (kernels, weight, scales)]
+    del kernels, weight, scales
+    gc.collect()
+    assert all(each() is not None for each in held)
+    del product
+    gc.collect()
+    assert all(each() is None for each in held)
+
+
+def test_more_inputs_than_a_threads_stack_has_room_for_are_torchs() -> None:
+    assert isinstance(packed("int8", weights(4, MAX_INPUTS), None), TiledInt8Projection)
+    assert isinstance(packed("int8", weights(4, MAX_INPUTS + GROUP), None), Int8Projection)
+    kernels, groups = integer_kernels(), MAX_INPUTS // GROUP + 1
+    assert kernels is not None
+    with pytest.raises(ValueError, match="65,568 inputs: the kernel's stack has room for 65,536"):
+        kernels.product("int8", torch.zeros(1, groups, 4, 32).char(), torch.zeros(1, 4).bfloat16())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_widest_rows_fit_on_a_small_threads_stack(method: str) -> None:
+    projection = packed(method, weights(4, MAX_INPUTS), None)
+    rows = torch.randn(MAX_ROWS, MAX_INPUTS).to(torch.bfloat16)
+    found: list[torch.Tensor] = []
+    before = threading.stack_size(2 << 20)
+    try:
+        thread = threading.Thread(target=lambda: found.append(projection.multiply(rows)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join(60)
+    assert off(found[0], rows.double() @ projection.unpack(0, 4).double().T) < 2.0**-8
+
+
 def test_rows_that_are_a_view_and_a_bias() -> None:
     weight, bias = weights(64, 64), torch.randn(64).to(torch.bfloat16)
     projection = packed("int8", weight, bias)
@@ -138,3 +214,33 @@ def test_without_llvmlite_torchs_kernels_serve(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert integer_kernels.__wrapped__() is None
+
+
+class _NoLibrary:
+    """llvmlite where its shared library does not load."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "llvmlite.binding":
+            raise OSError("Could not find/load shared object file")
+
+
+def test_where_llvmlites_library_does_not_load_torchs_kernels_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "llvmlite.binding")
+    monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
+    assert integer_kernels.__wrapped__() is None
+    assert "none can be compiled here: Could not find/load shared object" in caplog.text
+
+
+def test_where_no_code_may_be_made_torchs_kernels_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("LLVM ERROR: Unable to allocate section memory")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("llvmlite.binding.create_mcjit_compiler", refuse)
+    assert integer_kernels.__wrapped__() is None
+    assert "none can be compiled here: LLVM ERROR" in caplog.text
