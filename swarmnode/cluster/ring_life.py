@@ -313,6 +313,8 @@ class RingLife:
             return
         self._parting = None
         self._enter(RingState.ENDING, now + UNLOAD_S)
+        self._held -= {command.stage for command in self._outgoing if isinstance(command, SendLoad)}  # never sent
+        self._outgoing = [command for command in self._outgoing if not isinstance(command, SendLoad)]
         self._outgoing += [SendUnload(stage) for stage in sorted(self._held)]
         self._maybe_over()
 

@@ -19,7 +19,6 @@ from swarmnode.errors import (
     ModelNotLoaded,
     ModelRestoring,
     ModelUnloading,
-    NoSpace,
     PeerNotFound,
     StageLost,
 )
@@ -114,7 +113,7 @@ class Gateway:
             how = f"over {len(ring.specs)} stages in {ring.dtype} (ring epoch {ring.epoch})"
             raise Conflict(f"{model} is loaded {how}; unload it first")
         if ring is None:
-            ring = await self._begin(model_id, options)
+            ring = await self._coordinator.rings.load(model_id, options)
         self._coordinator.rings.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
@@ -123,16 +122,6 @@ class Gateway:
                 await ring.over.wait()
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
         return self.status(model)
-
-    async def _begin(self, model: ModelId, options: LoadOptions) -> LoadedRing:
-        """A load is written down before anybody hears that it is under way; what cannot be is taken back."""
-        ring = self._coordinator.rings.start(model, options)
-        try:
-            await self._coordinator.rings.keep()
-        except (Conflict, NoSpace):
-            await ring.unload(force=True)
-            raise
-        return ring
 
     def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id

@@ -78,6 +78,9 @@ class LoadedRing:
         self.notice = planned.notice
         self.started_unix = int(time.time())
         self.draining = False
+        """It takes no requests."""
+        self.going = False
+        """`unload` has begun."""
         self.gauges: dict[int, Mapping[str, Any]] = {}
         self.ready: dict[int, ReadyStage] = {}
         """What stages said of themselves when they had loaded."""
@@ -194,7 +197,7 @@ class LoadedRing:
 
     async def unload(self, *, force: bool) -> None:
         """Let running replies finish (for DRAIN_S, not at all with `force`), then give every stage's memory back."""
-        self.draining = True
+        self.draining = self.going = True
         if not force:
             with trio.move_on_after(DRAIN_S):
                 await self._idle.wait()

@@ -56,10 +56,15 @@ class RingLifecycle:
             self._nursery = nursery
             await self._driver.run()
 
-    async def serve(self, ring: LoadedRing, leaving: Sequence[LoadedRing] = ()) -> None:
-        """A ring's whole life, which begins when those that make room for it are over."""
+    async def serve(
+        self, ring: LoadedRing, leaving: Sequence[LoadedRing] = (), decided: trio.Event | None = None
+    ) -> None:
+        """A ring's whole life, which begins when those that make room for it are over; nobody goes before it is
+        `decided`, nor who was spared by then."""
+        if decided is not None:
+            await decided.wait()
         async with trio.open_nursery() as nursery:
-            for other in leaving:
+            for other in (other for other in leaving if other.draining):
                 nursery.start_soon(partial(other.unload, force=False))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._note_ready, ring)
@@ -102,13 +107,25 @@ class RingLifecycle:
         gone = {ring.ring for ring in self._rings() if ring.ring in leaving and held & {*ring.life.nodes}}
         return planned, [ring for ring in self._rings() if ring.ring in gone | {*evicted}]
 
-    def evict(self, leaving: Sequence[LoadedRing], model: str) -> None:
-        """From now on they take no requests; `serve` unloads them."""
-        for ring in leaving:
-            if not ring.draining:
-                ring.draining = True
-                self._driver.feed(RingGone(ring.ring))
-                self._emit("ring_evicted", {"model": ring.model, "ring": ring.ring, "for": model})
+    def hold(self, leaving: Sequence[LoadedRing]) -> list[LoadedRing]:
+        """From now on they take no requests. Returns those that stay if they are spared; the others go anyway."""
+        held = [ring for ring in leaving if not ring.draining]
+        for ring in held:
+            ring.draining = True
+            self._driver.feed(RingGone(ring.ring))
+        return held
+
+    def evict(self, held: Sequence[LoadedRing], model: str) -> None:
+        """They make room for `model`; `serve` unloads them."""
+        for ring in held:
+            self._emit("ring_evicted", {"model": ring.model, "ring": ring.ring, "for": model})
+
+    def spare(self, held: Sequence[LoadedRing]) -> None:
+        """They go on, but for those that were told to go meanwhile, or broke."""
+        for ring in held:
+            if not ring.going and not ring.ending:
+                ring.draining = False
+                self._driver.feed(RingServes(ring.ring))
 
     def _use(self, ring: LoadedRing, evict: bool) -> RingUse:
         kept = ""

@@ -72,7 +72,7 @@ class Rings:
         self._peers = peers
         self._epoch = 0
         self.lifecycle = RingLifecycle(lambda: self.running.values(), context.settings, context.emit)
-        self.restoring = Restoring(lambda model, options: self.start(model, options, asked=False), context.emit)
+        self.restoring = Restoring(self.start, context.emit)
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -110,19 +110,47 @@ class Rings:
 
     # loading
 
-    def start(self, model: ModelId, options: LoadOptions, *, asked: bool = True) -> LoadedRing:
-        """Plan a ring and begin to load it; raises LoadRefused and the like before anything was sent. What nobody
-        `asked` for takes no other ring's place."""
+    def start(self, model: ModelId, options: LoadOptions) -> LoadedRing:
+        """Plan a ring and begin to load it; raises LoadRefused and the like before anything was sent. Nobody asked for
+        it: it takes no other ring's place."""
+        planned, leaving = self.plan(model, options, evict=False)
+        return self._begin(planned, leaving, options, asked=False)
+
+    async def load(self, model: ModelId, options: LoadOptions) -> LoadedRing:
+        """The same for somebody who asks: written down before anything is sent, any ring goes for it, and anybody hears
+        that it is under way. Raises as `SwarmState`'s changes, too, and then all is as it was."""
+        planned, leaving = self.plan(model, options)
+        held, decided = self.lifecycle.hold(leaving), trio.Event()
+        ring = self._begin(planned, leaving, options, asked=True, decided=decided)
+        try:
+            await self.keep()
+        except BaseException:
+            self.lifecycle.spare(held)
+            decided.set()
+            await ring.unload(force=True)
+            raise
+        self.lifecycle.evict(held, model)
+        decided.set()
+        return ring
+
+    def _begin(
+        self,
+        planned: PlannedRing,
+        leaving: Sequence[LoadedRing],
+        options: LoadOptions,
+        *,
+        asked: bool,
+        decided: trio.Event | None = None,
+    ) -> LoadedRing:
         if self._nursery is None:
-            raise RuntimeError("start before run")
-        planned, leaving = self.plan(model, options, evict=asked)
+            raise RuntimeError("a load before run")
         self._epoch += 1
-        self.lifecycle.evict(leaving, model)
         ring = self.make(planned)
+        model = ModelId(ring.model)
         self.running[ring.ring] = ring
         self.looked_after(model)
         self.restoring.begun(ring, options, asked=asked)
-        self._nursery.start_soon(self.lifecycle.serve, ring, leaving)
+        self._nursery.start_soon(self.lifecycle.serve, ring, leaving, decided)
         without = {left.name: left.why for left in planned.plan.left_out[:LEFT_OUT_TOLD]}
         told = {"model": model, "ring": ring.ring, "stages": len(ring.specs), "left_out": without}
         self._context.emit("ring_loading", told)

@@ -47,19 +47,21 @@ class Replica(KeptAlone):
 class House:
     """A coordinator that finds the document of the one before it, and one peer."""
 
-    def __init__(self, folder: Path) -> None:
-        if not (folder / "models").exists():
+    def __init__(self, folder: Path, **settings: str) -> None:
+        if not (folder / "models" / MODEL).exists():
             write_scripted_servable(folder / "models", MODEL, {"default": [1]}, layers=2, stages=1)
         self.replica = Replica(folder / "swarm.json")
         self.state = SwarmState(self.replica)
         context = node_context(
-            Identity(NodeId("house"), BootId("h"), "house"), MemoryNetwork(), read_settings(folder, environ={})
+            Identity(NodeId("house"), BootId("h"), "house"), MemoryNetwork(), read_settings(folder, environ=settings)
         )
         enrolment: Any = SimpleNamespace(nodes=())
         self.coordinator = Coordinator(context, Registry(folder / "models"), enrolment, self.state)
         self.gateway = Gateway(self.coordinator)
         self.loads = False
         """Whether the peer does what it is told to load; otherwise it takes for ever."""
+        self.sent: list[str] = []
+        """What the peer was told, by kind."""
         outbox: Any = SimpleNamespace(post=self._obey)
         identity = Identity(PEER, BootId("a"), "attic", capabilities=CAPABILITIES)
         beat = Beat(memory_bytes=4 << 30, device="cpu", threads=1, stages=[])
@@ -70,6 +72,7 @@ class House:
         self.coordinator.rings.restoring.room_changed()
 
     def _obey(self, frame: Frame) -> None:
+        self.sent.append(frame.kind)
         ring = self.coordinator.rings.running[RingId(frame.header["ring"])]
         match frame.kind:
             case "load" if self.loads:
@@ -120,6 +123,30 @@ async def test_a_load_that_cannot_be_written_down_is_taken_back(
         with pytest.raises(NoSpace):
             await house.gateway.load(MODEL, LoadOptions())
         assert (house.coordinator.rings.running, house.told) == ({}, "available")
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_was_to_make_room_stays_where_the_load_cannot_be_written_down(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    write_scripted_servable(tmp_path / "models", "old", {"default": [1]}, layers=2, stages=1)
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path, SWARM_MAX_LOADED_MODELS="1")
+        house.loads = True
+        await nursery.start(house.coordinator.run)
+        house.join()
+        await house.gateway.load("old", LoadOptions(wait=True))
+        (old,) = house.coordinator.rings.running.values()
+        house.replica.full = True
+        with pytest.raises(NoSpace):
+            await house.gateway.load(MODEL, LoadOptions())
+        await trio.sleep(60)
+        assert (old.serving, house.gateway.status("old")["state"], house.told) == (True, "ready", "available")
+        assert house.sent.count("load") == 1, "what is taken back is not begun"
+        house.replica.full = False
+        await house.gateway.load(MODEL, LoadOptions(wait=True))
+        assert (house.gateway.status("old")["state"], house.told) == ("available", "ready")
+        assert [desired["model"] for desired in house.state.desired] == [MODEL]
         nursery.cancel_scope.cancel()
 
 

@@ -75,7 +75,7 @@ class World:
             return plan_ring(manifest, options, offers, self.settings, number, 1)
 
         planned, leaving = self.lifecycle.find_room(self.members, plan, evict=asked)
-        self.lifecycle.evict(leaving, model)
+        self.lifecycle.evict(self.lifecycle.hold(leaving), model)
         ring = LoadedRing(planned, self.post, self._over)
         self.rings[ring.ring] = ring
         self.restoring.begun(ring, options, asked=asked)
