@@ -117,9 +117,10 @@ class Gateway:
         self._coordinator.rings.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
-            await self._coordinator.rings.keep()  # what is answered outlives this process
             if ring.error is not None:
                 await ring.over.wait()
+            await self._coordinator.rings.keep()  # what is answered outlives this process
+            if ring.error is not None:
                 raise LoadFailed(f"{model} did not load: {ring.error.message}")
         return self.status(model)
 

@@ -130,6 +130,10 @@ class Restoring:
         self._settle(ring)
         self._driver.feed(RingUp(model))
 
+    def failed(self, ring: LoadedRing) -> None:
+        """It will not be up: the load that somebody asked for is nobody's to finish, though its memory is not back."""
+        self._begun.pop(ring.ring, None)
+
     def over(self, ring: LoadedRing) -> None:
         """Its memory is back; a ring that was lost is loaded again."""
         self._asked.pop(ring.ring, None)

@@ -228,6 +228,9 @@ class Rings:
         running = [ring for ring in self.running.values() if ring.runs and not hides(ring.model)]
         for ring in running:
             self.restoring.up(ring)
+        for ring in self.running.values():
+            if ring.life.error is not None:
+                self.restoring.failed(ring)
         leaving = {ring.model for ring in self.running.values() if ring.draining or hides(ring.model)}
         records = [to_record(ring.planned) for ring in running]
         await self._state.keep_rings(records, self.restoring.records(leaving), self._epoch)
@@ -242,9 +245,9 @@ class Rings:
         return True
 
     async def _keep_when_ready(self, ring: LoadedRing) -> None:
-        """Again and again: a successor unloads a ring that it does not know of."""
+        """Again and again: a successor unloads a ring that it does not know of, and loads one that failed."""
         await ring.settled.wait()
-        while ring.runs:
+        while ring.runs or ring.life.error is not None:
             if await self.keep_quietly():
                 return
             await trio.sleep(KEEP_AGAIN_S)

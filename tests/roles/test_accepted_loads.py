@@ -12,7 +12,7 @@ from kept_alone import KeptAlone
 
 from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.registry import Registry
-from swarmnode.cluster.ring_life_messages import ProbeReturned, StageLinked, StageReady, StageUnloaded
+from swarmnode.cluster.ring_life_messages import ProbeReturned, StageDown, StageLinked, StageReady, StageUnloaded
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LoadRefused, NoSpace
@@ -62,6 +62,8 @@ class House:
         """Whether the peer does what it is told to load; otherwise it takes for ever."""
         self.sent: list[str] = []
         """What the peer was told, by kind."""
+        self.deaf = False
+        """Whether the peer does nothing at all that it is told."""
         outbox: Any = SimpleNamespace(post=self._obey)
         identity = Identity(PEER, BootId("a"), "attic", capabilities=CAPABILITIES)
         beat = Beat(memory_bytes=4 << 30, device="cpu", threads=1, stages=[])
@@ -73,6 +75,8 @@ class House:
 
     def _obey(self, frame: Frame) -> None:
         self.sent.append(frame.kind)
+        if self.deaf:
+            return
         ring = self.coordinator.rings.running[RingId(frame.header["ring"])]
         match frame.kind:
             case "load" if self.loads:
@@ -147,6 +151,29 @@ async def test_what_was_to_make_room_stays_where_the_load_cannot_be_written_down
         await house.gateway.load(MODEL, LoadOptions(wait=True))
         assert (house.gateway.status("old")["state"], house.told) == ("available", "ready")
         assert [desired["model"] for desired in house.state.desired] == [MODEL]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_load_that_failed_is_not_tried_by_the_next_coordinator(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    """Not even where its peers have not given their memory back by then."""
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        await house.gateway.load(MODEL, LoadOptions())
+        (ring,) = house.coordinator.rings.running.values()
+        await trio.sleep(1)
+        house.deaf = True
+        ring.feed(StageDown(0, "load_failed", "out of memory"))
+        await trio.sleep(1)
+        assert (ring.state, ring.over.is_set(), house.state.desired) == ("failed", False, ())
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        successor = House(tmp_path)
+        await nursery.start(successor.coordinator.run)
+        assert successor.told == "available"
         nursery.cancel_scope.cancel()
 
 
