@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ def read_marks(path: Path, count: int) -> bytes:
 
 
 class SlicedFile:
-    """Owns the file until `close`, also across processes; raises Conflict while another load does."""
+    """Owns the file until `close`, also across processes; raises Conflict while another load does. Threads may write
+    and flush it at once."""
 
     def __init__(
         self, entry: FileEntry, chunk_list: FileEntry, raw_list: bytes, folder: Path, hashed: Callable[[int], None]
@@ -64,6 +66,8 @@ class SlicedFile:
         except BaseException:
             self._release()
             raise
+        self._lock = threading.RLock()
+        """Of what was written and not flushed: a chunk that comes while others are synced is not synced by that."""
         self._written: list[int] = []
         self._unflushed_bytes = 0
 
@@ -78,15 +82,15 @@ class SlicedFile:
     def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
         """Check and keep a chunk; raises FetchFailed that names a wrong one, which is not written, and NoSpace."""
         self.check(index, data)
-        with full_disk_as_no_space(f"fetching {self.entry.path}"):
+        with self._lock, full_disk_as_no_space(f"fetching {self.entry.path}"):
             rest, at = memoryview(data), self.chunks.begin(index)
             while rest:
                 taken = os.pwrite(self._file, rest, at)
                 rest, at = rest[taken:], at + taken
-        self._written.append(index)
-        self._unflushed_bytes += len(data)
-        if self._unflushed_bytes >= FLUSH_BYTES:
-            self.flush()
+            self._written.append(index)
+            self._unflushed_bytes += len(data)
+            if self._unflushed_bytes >= FLUSH_BYTES:
+                self.flush()
 
     def check(self, index: int, data: bytes | bytearray | memoryview) -> None:
         begin, size = self.chunks.begin(index), self.chunks.size(index)
@@ -98,14 +102,14 @@ class SlicedFile:
 
     def flush(self) -> None:
         """What was written counts from here on, for others too."""
-        if not self._written:
-            return
-        with full_disk_as_no_space(f"fetching {self.entry.path}"):
+        with self._lock, full_disk_as_no_space(f"fetching {self.entry.path}"):
+            if not self._written:
+                return
+            written, self._written, self._unflushed_bytes = self._written, [], 0  # a sync that fails marks nothing
             os.fdatasync(self._file)
-            for index in self._written:
+            for index in written:
                 self._marks[index] = 1
                 os.pwrite(self._marks_file, _HERE, index)
-        self._written, self._unflushed_bytes = [], 0
 
     def close(self) -> None:
         """Flush, seal and give up the file."""

@@ -20,6 +20,8 @@ from swarmnode.wire.flood import Budget
 from swarmnode.wire.frames import Frame
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from swarmnode.ids import NodeId
     from swarmnode.wire.link import Identity, Transport
     from swarmnode.wire.tls import SwarmTls
@@ -47,9 +49,10 @@ class DialBacks:
             ok, text = False, f"{error.message}{came_from}"
         return Frame("dialed_back", {"ok": ok, "message": text[:MAX_MESSAGE_CHARS], "time_s": time.time()})
 
-    async def dial(self, node: NodeId, named: Address, source: str) -> str:
-        """Try an address of `node`, which asks from `source`; raises what kept it from being reached, or Overloaded
-        where it asks too often."""
+    async def dial(self, node: NodeId, named: Address, source: str, others: Sequence[Address] = ()) -> str:
+        """Try an address of `node`, which asks from `source`, once all `others` of it are known to be such as others
+        may dial; raises what is wrong with one of them, or Overloaded where it asks too often: before any name is
+        looked up."""
         if not isinstance(self._transport, DirectTransport) or self._transport.tls is None:
             raise LinkBroken("this coordinator does not dial directly")
         budget = self._budgets.setdefault(node, Budget(BURST, PER_S))
@@ -58,12 +61,9 @@ class DialBacks:
             raise Overloaded("the coordinator has dialled this node too often; ask again in a minute")
         self._busy.add(node)
         try:
-            address = await resolved(named, source)
-            await reach(self._transport.tls, address, node)
-        except AnotherAnswers:
-            raise LinkBroken(f"another node answers at {named}") from None
-        except (LinkBroken, ProtocolError):
-            raise LinkBroken(f"this node was not reached at {named}") from None
+            for place in others:
+                await resolved(place, source)
+            await _try(self._transport.tls, named, node, source)
         finally:
             self._busy.discard(node)
         return f"{named} answers, seen from the coordinator"
@@ -71,6 +71,16 @@ class DialBacks:
 
 class AnotherAnswers(LinkBroken):
     """A member of this swarm, but not the one that was meant."""
+
+
+async def _try(tls: SwarmTls, named: Address, node: NodeId, source: str) -> None:
+    """Raises LinkBroken that says no more than that it is not there, or InvalidRequest."""
+    try:
+        await reach(tls, await resolved(named, source), node)
+    except AnotherAnswers:
+        raise LinkBroken(f"another node answers at {named}") from None
+    except (LinkBroken, ProtocolError):
+        raise LinkBroken(f"this node was not reached at {named}") from None
 
 
 async def reach(tls: SwarmTls, address: Address, node: str) -> None:

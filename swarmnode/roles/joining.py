@@ -54,7 +54,9 @@ async def join_swarm(
     for text in token.addresses:
         try:
             with trio.fail_after(JOIN_S):
-                await _join_at(parse_place(text), token, identity, about, clock)
+                issued = await _join_at(parse_place(text), token, identity, about, clock)
+            doubtful = True  # whatever keeps it from being kept here: it is this key's
+            identity.join(*issued)
             return
         except trio.TooSlowError:
             reasons.append(f"{text}: no answer within {JOIN_S:g} s")
@@ -80,12 +82,13 @@ async def _stream_to(place: Place, identity: NodeIdentity) -> AsyncIterator[trio
 
 async def _join_at(
     place: Place, token: JoinToken, identity: NodeIdentity, about: Identity, clock: Callable[[], float]
-) -> None:
+) -> tuple[x509.Certificate, x509.Certificate, tuple[Place, ...]]:
+    """As `_ask_to_join`, and this place where it names none."""
     async with _stream_to(place, identity) as stream:
         secured, listener = await secure_unverified(stream)
         async with dial_over(secured, JOIN_KIND, about) as channel:
             ca, certificate, coordinators = await _ask_to_join(channel, listener, token, identity, clock)
-    identity.join(ca, certificate, coordinators or (place,))
+    return ca, certificate, coordinators or (place,)
 
 
 async def _ask_to_join(

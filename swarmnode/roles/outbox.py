@@ -55,7 +55,7 @@ class Outbox:
         much pile up."""
         if self._bytes and self._bytes + sum(len(frame.body) for frame in frames) > MAX_BYTES:
             raise LinkBroken(f"the other end left {self._bytes} bytes unread")
-        if len(self._waiting) >= MAX_FRAMES:
+        if self._waiting and len(self._waiting) + len(frames) > MAX_FRAMES:
             raise LinkBroken(f"the other end left {MAX_FRAMES} frames unread")
         stamped = [self._stamp(frame) for frame in frames]
         if self._idle is None:

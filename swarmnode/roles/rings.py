@@ -175,10 +175,12 @@ class Rings:
         try:
             planned, leaving = self.lifecycle.find_room(members.values(), plan, evict=evict)
         except (LoadRefused, PeerNotFound) as error:
-            if awaited := self._peers.awaited():
+            possible = (options.num_stages or 1) <= manifest.architecture.num_layers  # else nobody's coming helps
+            if possible and (awaited := self._peers.awaited()):
                 raise MembersAwaited(
                     f"of the nodes that the coordinator before this one knew, {', '.join(r.name for r in awaited)} did "
-                    f"not come back yet; try again in a few seconds. Without them: {error.message}"
+                    f"not come back yet; try again in a few seconds. Without them: {error.message}",
+                    param=error.param,
                 ) from error
             raise
         return with_sources(planned, members.values()), leaving

@@ -10,13 +10,13 @@ import trio
 
 from swarmnode.cluster.voter_book import Seated, lacking_without, next_voters
 from swarmnode.errors import Conflict, Forbidden, InvalidRequest, SwarmError
-from swarmnode.roles.dialing_back import resolved
 from swarmnode.roles.enrolment import VOTER_ROLES, own_request, places_of
 from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.wire import certificates as certs
 from swarmnode.wire.address import Address, ApiUrl, parse_address, parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
+from swarmnode.wire.nursery import open_flat_nursery
 from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
@@ -70,18 +70,20 @@ class Seats:
         """When a voter was last dialled where it says it is now."""
 
     async def run(self) -> None:
-        while True:
-            try:
-                await self._put_right()
-            except NOT_KEPT as error:  # it is tried again
-                _log.info("the voters stay as they are: %s", error)
-            await trio.sleep(CHECK_S)
+        async with open_flat_nursery() as nursery:
+            while True:
+                for caller in self._voting.callers.values():
+                    if (seat := self._moved(caller)) is not None:
+                        nursery.start_soon(self._follow_move, caller, seat)
+                try:
+                    await self._put_right()
+                except NOT_KEPT as error:  # it is tried again
+                    _log.info("the voters stay as they are: %s", error)
+                await trio.sleep(CHECK_S)
 
     async def _put_right(self) -> None:
         if self._state.seats.get(self._me.node) != self._me:
             await self._state.change_seats(lambda seats, _: seats.seat(self._me))
-        for caller in [*self._voting.callers.values()]:
-            await self._follow_move(caller)
         seated = frozenset(record.node for record in self._state.seats.records())
         await self._voting.seat(seated)
         may_vote = seated - self._voting.blank  # who lost its disk comes in anew, when its removal has reached it
@@ -90,16 +92,21 @@ class Seats:
             await self._state.change_voters(wanted)
             self._emit("voters_changed", {"voters": self._state.voter_names(wanted)})
 
-    async def _follow_move(self, caller: Caller) -> None:
-        """A node that may coordinate came back at another address, where nobody looks for it: it dials the others, and
-        is dialled back as when it got its seat."""
+    def _moved(self, caller: Caller) -> Seated | None:
+        """The seat of a node that says that it is elsewhere now, when it is time to look there."""
         here, now = caller.identity, trio.current_time()
         seat = self._state.seats.get(here.node)
         if seat is None or not here.listen or {*here.listen} <= {*seat.places}:
-            return
+            return None
         if now - self._looked_s.get(here.node, -LOOK_AGAIN_S) < LOOK_AGAIN_S:
-            return
+            return None
         self._looked_s[here.node] = now
+        return seat
+
+    async def _follow_move(self, caller: Caller, seat: Seated) -> None:
+        """A node that may coordinate came back at another address, where nobody looks for it: it dials the others, and
+        is dialled back as when it got its seat."""
+        here = caller.identity
         try:
             listen = [parse_address(text) for text in here.listen]
             await self._check(listen, here.node, caller.source)
@@ -108,8 +115,15 @@ class Seats:
             return
         apis = (place for place in seat.places if isinstance(parse_place(place), ApiUrl))
         moved = replace(seat, places=(*map(str, listen), *apis)[:MAX_PLACES])
-        await self._state.change_seats(lambda seats, _: seats.seat(moved))
-        self._tell_seated(moved)
+
+        def edit(seats: VoterBook, _: NodeBook) -> bool:
+            return seats.get(seat.node) == seat and seats.seat(moved)  # it may have been removed meanwhile
+
+        try:
+            if await self._state.change_seats(edit):
+                self._tell_seated(moved)
+        except NOT_KEPT as error:
+            _log.info("%s stays known where it was: %s", seat.name, error)
 
     def _tell_seated(self, record: Seated) -> None:
         self._emit("seated", {"name": record.name, "places": list(record.places)})
@@ -155,9 +169,8 @@ class Seats:
         first, *others = places
         if not isinstance(first, Address):
             raise InvalidRequest(f"the first place of a voter is its swarm port, and {first} is none")
-        for place in others:
-            await resolved(place if isinstance(place, Address) else place.address, source)
-        await self._dial_backs.dial(node, first, source)
+        named = [place if isinstance(place, Address) else place.address for place in others]
+        await self._dial_backs.dial(node, first, source, named)
 
     async def _seat(self, record: Seated, request: bytes) -> Frame:
         certificate, key = self._enrolment.authority.seat(request, VOTER_ROLES, self._enrolment.now)

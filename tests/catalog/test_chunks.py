@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -237,3 +238,43 @@ def test_a_disk_that_fills_up_while_a_chunk_is_written_keeps_it_unmarked(
                 file.write(0, sliced.parts[0])
         assert file.missing([0]) == [0]
     assert ChunkList((), ()).covering(0, 0) == range(0)
+
+
+def test_a_chunk_that_comes_while_others_are_synced_is_marked_only_after_a_sync_of_its_own(
+    sliced: Sliced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sources of one file write and flush it at once, each in a thread."""
+    steps, sync = list[str](), os.fdatasync
+    with sliced.store.open_slice(sliced.entry, sliced.chunk_list, lambda _: None) as file:
+
+        def write_other() -> None:
+            file.write(1, sliced.parts[1])
+            file.flush()
+
+        other = threading.Thread(target=write_other)
+
+        def slow_sync(descriptor: int) -> None:
+            steps.append("sync")
+            sync(descriptor)
+            if not other.ident:
+                other.start()
+                other.join(0.2)  # as long as a disk may take: it must not get in meanwhile
+                steps.append(f"missing {file.missing([0, 1])}")
+
+        monkeypatch.setattr(os, "fdatasync", slow_sync)
+        file.write(0, sliced.parts[0])
+        file.flush()
+        other.join()
+        assert (steps, file.missing([0, 1])) == (["sync", "missing [0, 1]", "sync"], [])
+
+
+def test_what_could_not_be_synced_is_fetched_again(sliced: Sliced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next sync of the same descriptor does not tell of it any more."""
+    with sliced.store.open_slice(sliced.entry, sliced.chunk_list, lambda _: None) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            file.write(0, sliced.parts[0])
+            with pytest.raises(NoSpace):
+                file.flush()
+        file.flush()
+        assert file.missing([0]) == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ DESCRIPTORS = 96
 """More than a coordinator without peers needs, and fewer than its port would take connections."""
 OPEN_MOST = 1024
 """Descriptors that a process usually may have."""
-TICKS_PER_S = 100
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

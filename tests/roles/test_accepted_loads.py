@@ -12,10 +12,12 @@ from kept_alone import KeptAlone
 
 from swarmnode.api.backend import LoadOptions
 from swarmnode.catalog.registry import Registry
+from swarmnode.cluster.member_table import Heading, Row, Update
+from swarmnode.cluster.membership import NodeState
 from swarmnode.cluster.ring_life_messages import ProbeReturned, StageDown, StageLinked, StageReady, StageUnloaded
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
-from swarmnode.errors import Conflict, LoadRefused, NoSpace
+from swarmnode.errors import Conflict, LoadRefused, MembersAwaited, NoSpace
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.gateway import Gateway
@@ -221,4 +223,21 @@ async def test_ring_epochs_go_on_where_the_coordinator_before_left_no_ring(
         assert (await successor.gateway.load(MODEL, LoadOptions(wait=True)))["epoch"] == 2
         with pytest.raises(Conflict, match=r"over 1 stages in \w+ \(ring epoch 2\); unload it first"):
             await successor.gateway.load(MODEL, LoadOptions(num_stages=2))
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_no_node_that_comes_back_can_help_is_refused_for_good(
+    tmp_path: Path, writes_in_place: None, autojump_clock: object
+) -> None:
+    async with trio.open_nursery() as nursery:
+        house = House(tmp_path)
+        house.coordinator.enrolment.removed = lambda _: False  # type: ignore[method-assign]
+        rows = (Row(NodeId("den"), "den", "", NodeState.ALIVE),)
+        house.coordinator.context.known.take(Update((1, 1), 0, Heading("x"), rows), 0.0)
+        await nursery.start(house.coordinator.run)
+        house.join()
+        with pytest.raises(LoadRefused):
+            await house.gateway.load(MODEL, LoadOptions(num_stages=99))
+        with pytest.raises(MembersAwaited):
+            await house.gateway.load(MODEL, LoadOptions(num_stages=2))
         nursery.cancel_scope.cancel()

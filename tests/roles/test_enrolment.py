@@ -24,6 +24,7 @@ from swarmnode.errors import (
     InvalidRequest,
     JoinRefused,
     LinkBroken,
+    NoSpace,
     Overloaded,
     ProtocolError,
     SwarmError,
@@ -401,6 +402,27 @@ async def test_a_machine_whose_certificate_was_lost_on_the_way_is_let_in_once_mo
     assert [record.name for record in real.enrolment.nodes] == ["attic"]
     again = real.machine("attic")
     assert again.node == attic.node
+    await join_swarm(token, again, who(again, "attic"))
+    assert real.machine("attic").certified(real.clock())
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_machine_whose_disk_does_not_take_the_certificate_is_let_in_once_more(
+    real: House, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = await nursery.start(serve_joins, real)
+    token = replace(await real.token(), addresses=(str(address),))
+    attic = real.machine("attic")
+
+    def full(*_: object) -> None:
+        raise NoSpace("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attic, "renew", full)
+        with pytest.raises(NoSpace):
+            await join_swarm(token, attic, who(attic, "attic"))
+    again = real.machine("attic")
+    assert (again.node, again.membership()) == (attic.node, None)
     await join_swarm(token, again, who(again, "attic"))
     assert real.machine("attic").certified(real.clock())
     nursery.cancel_scope.cancel()
