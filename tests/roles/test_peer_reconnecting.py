@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+import trio.testing
 from contexts import node_context
 
 from swarmnode.catalog.store import ShardStore
@@ -282,6 +283,7 @@ async def test_a_peer_that_is_stopped_says_so_to_a_coordinator_on_another_node(
                 await trio.sleep(0.01)
             scopes[0].cancel()
             await beaten.wait()
+            await trio.testing.wait_all_tasks_blocked(0.05)  # a writer that is at work takes nothing at once
             assert heard == []
             node.cancel_scope.cancel()
         await ended.wait()
