@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -148,9 +148,8 @@ class LeanBuilder:
             dense = DenseProjection(weight, bias)
             dense.measure()
             return LeanTail(norm, dense)
-        # Packing needs of a weight its shape and its rows in turn, which the file gives as well.
         with self._packing():
-            head = packed(HEAD_METHOD, weight if stored is None else cast("torch.Tensor", stored), bias)
+            head = packed(HEAD_METHOD, weight if stored is None else stored, bias)
         if stored is not None:
             model.outer.lm_head.to("meta")
         return LeanTail(norm, head)

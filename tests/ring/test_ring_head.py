@@ -7,6 +7,7 @@ from ring_world import GREEDY, head_config
 
 from sims.source_transport import OneGroup
 from swarmnode.ids import RequestId, SessionId
+from swarmnode.ring.cost_model import CostModel
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_messages import Open, Refused
 from swarmnode.ring.kv_budget import KvBudget
@@ -59,7 +60,7 @@ def test_a_group_of_which_a_stage_left_rows_out_teaches_no_costs(
 ) -> None:
     """Stage 0 has computed both rows: that is no time of a group of one."""
     config = head_config(2)
-    head = Head(config, OneGroup(config))
+    head = Head(config, OneGroup(config, CostModel(2)))
     for request in ("a", "b"):
         head.receive(Open(RequestId(request), (1,), 4, GREEDY), 0.0)
     for _ in range(2):

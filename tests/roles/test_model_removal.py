@@ -126,6 +126,7 @@ class RunningRing:
     """What a removal sees of a ring."""
 
     model, ring, state, draining, runs = MODEL, RingId("r"), "ready", False, False
+    life = SimpleNamespace(error=None)
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

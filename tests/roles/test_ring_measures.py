@@ -132,6 +132,7 @@ async def test_q2_a_load_whose_kernels_fail_says_so_and_the_next_one_serves_in_a
     asked = LoadOptions(peers=("quick", "slow"), quantization="int4-fast")
     first = house.coordinator.rings.start(MODEL, asked)
     assert (first.quantization, first.notice) == ("int4-fast", "")
+    await trio.testing.wait_all_tasks_blocked()  # the loads are sent
     for stage, node in enumerate(first.life.nodes):
         header = {"ring": first.ring, "stage": stage, "code": "kernels_failed", "message": "no such kernel here"}
         house.coordinator._take(node, Frame("stage_failed", header))
