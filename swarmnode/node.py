@@ -107,10 +107,11 @@ async def run_node(options: NodeOptions, emit: Callable[[str, Mapping[str, objec
     lock = _lock(settings)
     try:
         async with open_flat_nursery() as nursery:
-            await nursery.start(_end_on_signal, nursery.cancel_scope)
-            if options.end_with_stdin:
-                nursery.start_soon(_end_with_stdin, nursery.cancel_scope)
             node = _Node(options, settings, emit)
+            end = partial(_end_in_time, nursery.cancel_scope, node.say_goodbye)
+            await nursery.start(_end_on_signal, nursery.cancel_scope, end)
+            if options.end_with_stdin:
+                nursery.start_soon(_end_with_stdin, end)
             await node.run()
     finally:
         os.close(lock)
@@ -169,6 +170,11 @@ class _Node:
             self._write_down(wanted, ready, context.identity)
             self._emit("ready", {**ready, "roles": list(self._options.roles), "pid": os.getpid()})
             await trio.sleep_forever()
+
+    def say_goodbye(self) -> None:
+        """To the coordinator, while the connection to it is there."""
+        if self._peer is not None:
+            self._peer.say_goodbye()
 
     async def _bind(
         self, wanted: Address, listen: Callable[..., Awaitable[None]], nursery: trio.Nursery, *, steady: bool
@@ -358,32 +364,33 @@ async def _listen(
 
 
 async def _end_on_signal(
-    scope: trio.CancelScope, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    scope: trio.CancelScope, end: Callable[[], None], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """The first signal cancels the node and starts the clock of its end; a second one ends the process at once."""
+    """The first signal ends the node; a second one, once its `scope` is cancelled, the process at once."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
         async for _ in signals:
             if scope.cancel_called:
                 os._exit(EXIT_FORCED)
-            _end_in_time(scope)
+            end()
 
 
-async def _end_with_stdin(scope: trio.CancelScope) -> None:
+async def _end_with_stdin(end: Callable[[], None]) -> None:
     """Wait for the end of stdin, which must be a pipe; what comes through it is ignored."""
     stdin = sys.stdin.fileno()
     while True:
         await trio.lowlevel.wait_readable(stdin)
         if not os.read(stdin, STDIN_READ_BYTES):
             break
-    _end_in_time(scope)
+    end()
 
 
-def _end_in_time(scope: trio.CancelScope) -> None:
+def _end_in_time(scope: trio.CancelScope, say_goodbye: Callable[[], None]) -> None:
     """Cancel the node and start the clock of its end."""
     timer = threading.Timer(NODE_SHUTDOWN_S, os._exit, (EXIT_FORCED,))
     timer.daemon = True
     timer.start()
+    say_goodbye()
     scope.cancel()
 
 

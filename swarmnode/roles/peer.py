@@ -98,18 +98,14 @@ class Peer:
         """Stay connected until cancelled; the stages held here outlive a connection."""
         async with open_flat_nursery() as self._holding:
             self._holding.start_soon(watch_loop, self._health)
-            self._holding.start_soon(self._say_goodbye_at_end)
             await self._stay_connected()
 
-    async def _say_goodbye_at_end(self) -> None:
-        """As soon as this node is cancelled, as its connections are: what no socket takes at once is not said, and its
-        coordinator finds out. One on this node ends with it, and the stages of others wait for the next."""
-        try:
-            await trio.sleep_forever()
-        finally:
-            if self._control is not None and _who(self._control) != self._context.identity.node:
-                with suppress(SwarmError):
-                    self._control.send_nowait(Frame("bye", {"reason": "the node was stopped"}))
+    def say_goodbye(self) -> None:
+        """Right before this node is cancelled, and its connections with it: what the socket does not take at once is
+        not said, and the coordinator finds out. One on this node ends too, and the others' stages wait for the next."""
+        if self._control is not None and _who(self._control) != self._context.identity.node:
+            with suppress(SwarmError):
+                self._control.send_nowait(Frame("bye", {"reason": "the node was stopped"}))
 
     async def _stay_connected(self) -> None:
         """Every lost connection is reported and tried again."""

@@ -285,6 +285,7 @@ async def test_a_peer_that_is_stopped_says_so_to_a_coordinator_on_another_node(
             await beaten.wait()
             await trio.testing.wait_all_tasks_blocked(0.05)  # a writer that is at work takes nothing at once
             assert heard == []
+            peer.say_goodbye()
             node.cancel_scope.cancel()
         await ended.wait()
     assert heard == said
