@@ -124,21 +124,22 @@ def nodes(
 ) -> None:
     """List the machines of the swarm: state, and how long their certificates last."""
     answer = ApiClient(api, token=token, data_dir=data_dir).get("/api/v1/nodes")
-    members = [member for member in answer["members"] if everything or member["state"] != "removed"]
+    me = answer["coordinator"]
+    others = [member for member in answer["members"] if member["node"] != me["node"]]
+    members = [member for member in others if everything or member["state"] != "removed"]
     if json_output:
-        print_json({"coordinator": answer["coordinator"], "nodes": members})
+        print_json({"coordinator": me, "nodes": members})
         return
     from rich.table import Table
     from rich.text import Text
 
     table = Table("name", "node", "state", "certificate", box=None, pad_edge=False)
-    me = answer["coordinator"]
     table.add_row(Text(plain(me["name"])), plain(me["node"][:8]), "coordinator", "renews itself")
     for member in sorted(members, key=lambda member: str(member["name"])):
         name, node = Text(plain(member["name"])), plain(member["node"][:8])
         table.add_row(name, node, plain(member["state"]), _certificate(member))
     console().print(table)
-    if hidden := len(answer["members"]) - len(members):
+    if hidden := len(others) - len(members):
         console().print(f"{plural(hidden, 'removed node')} not shown; --all lists them")
 
 
@@ -163,5 +164,7 @@ def node_remove(
 def _certificate(member: dict[str, Any]) -> str:
     if member["state"] == "removed":
         return "revoked"
+    if member["certificate_ends"] is None:
+        return "renews itself"
     days = (member["certificate_ends"] - time.time()) / 86_400
     return f"{days:.0f} more days" if days > 0 else "expired; join again with a new token"

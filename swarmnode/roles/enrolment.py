@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from swarmnode.cluster.join_book import JoinBook, JoinRecord
     from swarmnode.cluster.node_book import NodeBook, NodeRecord
-    from swarmnode.cluster.voter_book import VoterBook
+    from swarmnode.cluster.voter_book import Seated, VoterBook
     from swarmnode.ids import NodeId
     from swarmnode.roles.identity import NodeIdentity, SwarmAuthority
     from swarmnode.roles.swarm_state import SwarmState
@@ -87,6 +87,12 @@ class Enrolment:
     @property
     def nodes(self) -> Sequence[NodeRecord]:
         return self._state.nodes.records()
+
+    @property
+    def founders(self) -> Sequence[Seated]:
+        """Who has a seat and never joined: the swarm's first coordinator, which certified itself."""
+        joined = {record.node for record in self.nodes}
+        return [seat for seat in self._state.seats.records() if seat.node not in joined]
 
     def removed(self, node: NodeId) -> bool:
         """Whether somebody took it out for good."""

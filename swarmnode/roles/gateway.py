@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from swarmnode.catalog.manifest import Manifest
-    from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.cluster.performance import ModelCounts
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
@@ -215,7 +214,7 @@ class Gateway:
             "peers": peers,
             "rings": rings,
             "lost": [self._condition(model) for model in self._lost()],
-            "members": [self._known(record) for record in coordinator.enrolment.nodes],
+            "members": self._known(),
             "carried": self._carried(),
             "requests": self._performance.running(trio.current_time()),
             "events": coordinator.recent.newest(),
@@ -294,23 +293,38 @@ class Gateway:
     async def remove_node(self, name: str) -> Mapping[str, Any]:
         return self._known(await self._coordinator.remove(name))
 
-    def _known(self, record: NodeRecord) -> dict[str, Any]:
-        if record.removed_s is not None:
-            state = "removed"
-        elif record.node in self._coordinator.members:
-            state = self._coordinator.state(record.node).value
-        elif self._coordinator.awaits(record.node):
-            state = AWAITED
-        else:
-            left = self._coordinator.state(record.node) is NodeState.LEFT
-            state = NodeState.LEFT.value if left else "away"
-        return {
-            "node": record.node,
-            "name": record.name,
-            "state": state,
-            "certificate_ends": record.expires_s,
-            "removed": record.removed_s,
-        }
+    def _known(self) -> list[dict[str, Any]]:
+        """Who joined, ever; and who founded the swarm, once another node coordinates. That one certifies itself."""
+        enrolment, me = self._coordinator.enrolment, self._coordinator.context.identity.node
+        joined = [
+            {
+                "node": record.node,
+                "name": record.name,
+                "state": "removed" if record.removed_s is not None else self._whereabouts(record.node),
+                "certificate_ends": record.expires_s,
+                "removed": record.removed_s,
+            }
+            for record in enrolment.nodes
+        ]
+        return joined + [
+            {
+                "node": seat.node,
+                "name": seat.name,
+                "state": self._whereabouts(seat.node),
+                "certificate_ends": None,
+                "removed": None,
+            }
+            for seat in enrolment.founders
+            if seat.node != me
+        ]
+
+    def _whereabouts(self, node: NodeId) -> str:
+        if node in self._coordinator.members:
+            return self._coordinator.state(node).value
+        if self._coordinator.awaits(node):
+            return AWAITED
+        left = self._coordinator.state(node) is NodeState.LEFT
+        return NodeState.LEFT.value if left else "away"
 
     # requests
 

@@ -81,6 +81,23 @@ NODES = {
     ],
 }
 """A machine that was removed, and joined anew under its old name."""
+SUCCEEDED = {
+    "coordinator": {"node": "2" * 64, "name": "attic"},
+    "members": [
+        {"node": "2" * 64, "name": "attic", "state": "away", "certificate_ends": 4e9, "removed": None},
+        {"node": "c" * 64, "name": "house", "state": "alive", "certificate_ends": None, "removed": None},
+    ],
+}
+
+
+def test_after_a_failover_every_machine_is_listed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_commands, "ApiClient", lambda *_, **__: SimpleNamespace(get=lambda _: SUCCEEDED))
+    node_commands.nodes()
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0:3:2] for row in rows] == [["attic", "coordinator"], ["house", "alive"]]
+    assert all("renews itself" in row for row in rows)
 
 
 @pytest.mark.parametrize(("everything", "shown"), [(False, ["alive"]), (True, ["removed", "alive"])])

@@ -296,7 +296,9 @@ async def test_the_swarms_founder_is_removed_by_who_follows_it(house: House) -> 
     founder = house.machine("founder")
     seat = Seated(founder.node, "founder", ("127.0.0.1:1",))
     await house.state.change_seats(lambda seats, _: seats.seat(seat))
+    assert list(house.enrolment.founders) == [seat]
     assert (await house.enrolment.remove("founder")).node == founder.node
+    assert list(house.enrolment.founders) == []
     assert house.tls.is_revoked(founder.node)
     assert house.state.seats.get(founder.node) is None
 
