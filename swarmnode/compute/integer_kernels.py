@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from swarmnode.compute.projections import GROUP
 
-    Product = Callable[[torch.Tensor], torch.Tensor]
-    """Keeps no memory: it lives as long as the weights it was made for do."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 KINDS = ("int8", "int4")
 MAX_ROWS = 8
@@ -45,23 +44,57 @@ class IntegerKernels:
         }
 
     def product(self, kind: str, weights: torch.Tensor, beside: torch.Tensor) -> Product:
-        """(n, in) rows in bfloat16 → (n, out). `weights` are (out / TILE, in / 32, …), `beside` (out / TILE, TILE, …):
-        scales of eight bits, zeros of four."""
-        functions, outputs = self._functions[kind], weights.shape[0] * TILE
+        """With `weights` of (out / TILE, in / GROUP, …) and, `beside` them, scales of eight bits or zeros of four, of
+        (out / TILE, TILE, …). Raises ValueError where they do not lie as the code reads them."""
+        tiles, groups = weights.shape[:2]
+        expected = _layout(kind, tiles, groups)
+        found = [(each.dtype, tuple(each.shape)) for each in (weights, beside)]
+        if found != expected or not all(each.is_cpu and each.is_contiguous() for each in (weights, beside)):
+            raise ValueError(f"{kind} weights as {found}: the kernel reads {expected}, whole and in the CPU's memory")
+        return Product(self, self._functions[kind], weights, beside)
+
+
+def _layout(kind: str, tiles: int, groups: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Of weights and of what is beside them; `integer_code.py` says what it means."""
+    if kind == "int8":
+        return [(torch.int8, (tiles, groups, TILE, GROUP)), (torch.bfloat16, (tiles, TILE))]
+    padded = -(-groups // PADDED) * PADDED
+    record = TILE * (2 + GROUP // 2)
+    return [(torch.uint8, (tiles, groups, record)), (torch.bfloat16, (tiles, TILE, padded))]
+
+
+class Product:
+    """(n, in) rows in bfloat16 → (n, out)."""
+
+    __slots__ = ("_fixed", "_functions", "_inputs", "_outputs")
+
+    def __init__(
+        self,
+        kernels: IntegerKernels,
+        functions: Sequence[Callable[..., None]],
+        weights: torch.Tensor,
+        beside: torch.Tensor,
+    ) -> None:
+        self._functions = functions
+        self._outputs, self._inputs = weights.shape[0] * TILE, weights.shape[1] * GROUP
         # Asked for once: a small matrix takes little longer than these questions.
-        fixed = weights.data_ptr(), beside.data_ptr(), weights.shape[0], weights.shape[1]
+        self._fixed = weights.data_ptr(), beside.data_ptr(), weights.shape[0], weights.shape[1]
 
-        def multiply(rows: torch.Tensor) -> torch.Tensor:
-            rows = rows.contiguous()
-            count, inputs = rows.shape
-            out = torch.empty((count, outputs), dtype=torch.bfloat16)
-            source, target, threads = rows.data_ptr(), out.data_ptr(), torch.get_num_threads()
-            for begin in range(0, count, MAX_ROWS):
-                function = functions[min(MAX_ROWS, count - begin) - 1]
-                function(source + 2 * begin * inputs, target + 2 * begin * outputs, *fixed, threads)
-            return out
-
-        return multiply
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Raises ValueError for rows that the code would misread."""
+        count, inputs = rows.shape
+        if inputs != self._inputs or rows.dtype != torch.bfloat16 or not rows.is_cpu:
+            raise ValueError(
+                f"rows of {inputs} {rows.dtype} on {rows.device}: "
+                f"the weight takes {self._inputs} in bfloat16 on the CPU"
+            )
+        rows = rows.contiguous()
+        out = torch.empty((count, self._outputs), dtype=torch.bfloat16)
+        source, target, threads = rows.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        for begin in range(0, count, MAX_ROWS):
+            function = self._functions[min(MAX_ROWS, count - begin) - 1]
+            function(source + 2 * begin * inputs, target + 2 * begin * self._outputs, *self._fixed, threads)
+        return out
 
 
 @functools.cache

@@ -90,6 +90,38 @@ def test_rows_of_zeros_tiny_and_broken_numbers(method: str) -> None:
     assert not found[2:].isfinite().any()
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(torch.ones(1, 32, dtype=torch.bfloat16), id="too short"),
+        pytest.param(torch.ones(1, 96, dtype=torch.bfloat16), id="too long"),
+        pytest.param(torch.ones(1, 64), id="float32"),
+        pytest.param(torch.ones(1, 64, dtype=torch.bfloat16, device="meta"), id="elsewhere"),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_that_the_code_would_misread_are_refused(method: str, rows: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"takes 64 in bfloat16 on the CPU"):
+        packed(method, weights(64, 64), None).multiply(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "beside"),
+    [
+        pytest.param("int8", torch.zeros(2, 2, 4, 32), torch.zeros(2, 4).bfloat16(), id="dtype"),
+        pytest.param("int8", torch.zeros(2, 2, 4, 32).char(), torch.zeros(1, 4).bfloat16(), id="scales for one tile"),
+        pytest.param("int8", torch.zeros(2, 4, 2, 32).char().transpose(1, 2), torch.zeros(2, 4).bfloat16(), id="view"),
+        pytest.param("int4", torch.zeros(2, 2, 71).byte(), torch.zeros(2, 4, 8).bfloat16(), id="record"),
+        pytest.param("int4", torch.zeros(2, 2, 72).byte(), torch.zeros(2, 4, 2).bfloat16(), id="zeros not filled up"),
+    ],
+)
+def test_weights_that_lie_otherwise_are_refused(kind: str, weight: torch.Tensor, beside: torch.Tensor) -> None:
+    kernels = integer_kernels()
+    assert kernels is not None
+    with pytest.raises(ValueError, match=f"{kind} weights as .*: the kernel reads "):
+        kernels.product(kind, weight, beside)
+
+
 def test_rows_that_are_a_view_and_a_bias() -> None:
     weight, bias = weights(64, 64), torch.randn(64).to(torch.bfloat16)
     projection = packed("int8", weight, bias)
