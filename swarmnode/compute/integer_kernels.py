@@ -64,9 +64,9 @@ def _layout(kind: str, tiles: int, groups: int) -> list[tuple[torch.dtype, tuple
 
 
 class Product:
-    """(n, in) rows in bfloat16 → (n, out)."""
+    """(n, in) rows in bfloat16 → (n, out). Holds the code and the memory that it calls and reads by address."""
 
-    __slots__ = ("_fixed", "_functions", "_inputs", "_outputs")
+    __slots__ = ("_fixed", "_functions", "_held", "_inputs", "_outputs")
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Product:
         weights: torch.Tensor,
         beside: torch.Tensor,
     ) -> None:
+        self._held = kernels, weights, beside
         self._functions = functions
         self._outputs, self._inputs = weights.shape[0] * TILE, weights.shape[1] * GROUP
         # Asked for once: a small matrix takes little longer than these questions.
@@ -101,10 +102,19 @@ class Product:
 def integer_kernels() -> IntegerKernels | None:
     """Takes a second the first time. None where they cannot be: the log says why."""
     try:
-        import llvmlite.binding as llvm
+        return _kernels_of_this_cpu()
     except ImportError:
         _log.info("torch's packed kernels serve; on CPUs without AVX-512 'swarmnode[fastcpu]' brings faster ones")
-        return None
+    except (OSError, RuntimeError) as error:
+        # llvmlite's library does not load, this process may not make memory executable, …
+        _log.warning("torch's packed kernels serve: none can be compiled here: %s", error)
+    return None
+
+
+def _kernels_of_this_cpu() -> IntegerKernels | None:
+    """Raises ImportError, OSError or RuntimeError where llvmlite is not there or does not work."""
+    import llvmlite.binding as llvm
+
     features = llvm.get_host_cpu_features()
     process = ctypes.CDLL(None)
     lacking = [name for name in _NEEDED if not features.get(name)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from packed_kernels import ALL_KERNELS, take_kernels
 
 from swarmnode.compute import tiled_projections
-from swarmnode.compute.integer_kernels import MAX_ROWS, integer_kernels
+from swarmnode.compute.integer_kernels import MAX_ROWS, IntegerKernels, integer_kernels
 from swarmnode.compute.projections import Int4Projection, Int8Projection, PackedProjection
 from swarmnode.compute.tiled_projections import TiledInt4Projection, TiledInt8Projection, packed
 
@@ -122,6 +125,22 @@ def test_weights_that_lie_otherwise_are_refused(kind: str, weight: torch.Tensor,
         kernels.product(kind, weight, beside)
 
 
+def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> None:
+    def address(_name: str) -> int:
+        return 1
+
+    kernels = IntegerKernels(SimpleNamespace(get_function_address=address))
+    weight, scales = torch.zeros(2, 2, 4, 32).char(), torch.zeros(2, 4).bfloat16()
+    product = kernels.product("int8", weight, scales)
+    held = [weakref.ref(each) for each in (kernels, weight, scales)]
+    del kernels, weight, scales
+    gc.collect()
+    assert all(each() is not None for each in held)
+    del product
+    gc.collect()
+    assert all(each() is None for each in held)
+
+
 def test_rows_that_are_a_view_and_a_bias() -> None:
     weight, bias = weights(64, 64), torch.randn(64).to(torch.bfloat16)
     projection = packed("int8", weight, bias)
@@ -170,3 +189,33 @@ def test_without_llvmlite_torchs_kernels_serve(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert integer_kernels.__wrapped__() is None
+
+
+class _NoLibrary:
+    """llvmlite where its shared library does not load."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "llvmlite.binding":
+            raise OSError("Could not find/load shared object file")
+
+
+def test_where_llvmlites_library_does_not_load_torchs_kernels_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "llvmlite.binding")
+    monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
+    assert integer_kernels.__wrapped__() is None
+    assert "none can be compiled here: Could not find/load shared object" in caplog.text
+
+
+def test_where_no_code_may_be_made_torchs_kernels_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("LLVM ERROR: Unable to allocate section memory")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("llvmlite.binding.create_mcjit_compiler", refuse)
+    assert integer_kernels.__wrapped__() is None
+    assert "none can be compiled here: LLVM ERROR" in caplog.text
