@@ -25,6 +25,9 @@ TILE = 4
 """Output rows whose weights lie side by side."""
 PADDED = 8
 """Zeros of a row's groups are filled up to a multiple of so many."""
+MAX_INPUTS = 1 << 16
+"""A call keeps its rows' codes on its thread's stack: 1 MiB for MAX_ROWS of so many, where threads have 8 MiB and the
+widest models' matrices 53,248 inputs."""
 _NEEDED = ("avx2", "fma")
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """What torch's own OpenMP brings into the process."""
@@ -51,6 +54,8 @@ class IntegerKernels:
         found = [(each.dtype, tuple(each.shape)) for each in (weights, beside)]
         if found != expected or not all(each.is_cpu and each.is_contiguous() for each in (weights, beside)):
             raise ValueError(f"{kind} weights as {found}: the kernel reads {expected}, whole and in the CPU's memory")
+        if groups * GROUP > MAX_INPUTS:
+            raise ValueError(f"{groups * GROUP:,} inputs: the kernel's stack has room for {MAX_INPUTS:,}")
         return Product(self, self._functions[kind], weights, beside)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarmnode.compute.integer_kernels import PADDED, TILE, IntegerKernels, integer_kernels
+from swarmnode.compute.integer_kernels import MAX_INPUTS, PADDED, TILE, IntegerKernels, integer_kernels
 from swarmnode.compute.projections import (
     GROUP,
     MEASURED_ELEMENTS,
@@ -154,7 +154,8 @@ def _by_torch(
 
 
 def _takes_tiles(weight: torch.Tensor) -> bool:
-    return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0
+    out, inputs = weight.shape
+    return out % TILE == 0 and inputs % GROUP == 0 and inputs <= MAX_INPUTS
 
 
 _faster: dict[tuple[str, int, int], bool] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ import torch
 from packed_kernels import ALL_KERNELS, take_kernels
 
 from swarmnode.compute import tiled_projections
-from swarmnode.compute.integer_kernels import MAX_ROWS, IntegerKernels, integer_kernels
-from swarmnode.compute.projections import Int4Projection, Int8Projection, PackedProjection
+from swarmnode.compute.integer_kernels import MAX_INPUTS, MAX_ROWS, IntegerKernels, integer_kernels
+from swarmnode.compute.projections import GROUP, Int4Projection, Int8Projection, PackedProjection
 from swarmnode.compute.tiled_projections import TiledInt4Projection, TiledInt8Projection, packed
 
 if TYPE_CHECKING:
@@ -139,6 +140,30 @@ def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> N
     del product
     gc.collect()
     assert all(each() is None for each in held)
+
+
+def test_more_inputs_than_a_threads_stack_has_room_for_are_torchs() -> None:
+    assert isinstance(packed("int8", weights(4, MAX_INPUTS), None), TiledInt8Projection)
+    assert isinstance(packed("int8", weights(4, MAX_INPUTS + GROUP), None), Int8Projection)
+    kernels, groups = integer_kernels(), MAX_INPUTS // GROUP + 1
+    assert kernels is not None
+    with pytest.raises(ValueError, match="65,568 inputs: the kernel's stack has room for 65,536"):
+        kernels.product("int8", torch.zeros(1, groups, 4, 32).char(), torch.zeros(1, 4).bfloat16())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_widest_rows_fit_on_a_small_threads_stack(method: str) -> None:
+    projection = packed(method, weights(4, MAX_INPUTS), None)
+    rows = torch.randn(MAX_ROWS, MAX_INPUTS).to(torch.bfloat16)
+    found: list[torch.Tensor] = []
+    before = threading.stack_size(2 << 20)
+    try:
+        thread = threading.Thread(target=lambda: found.append(projection.multiply(rows)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join(60)
+    assert off(found[0], rows.double() @ projection.unpack(0, 4).double().T) < 2.0**-8
 
 
 def test_rows_that_are_a_view_and_a_bias() -> None:
