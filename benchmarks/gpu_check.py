@@ -8,6 +8,7 @@ over in time: a kernel that hangs is then the check that still runs. `GPU_CHECK_
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
@@ -20,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu"
 CHECK_S = 300.0
 """For the whole run."""
+SPARE_S = 10.0
+"""After which the process ends without a table."""
 
 
 def main() -> int:
@@ -33,20 +36,23 @@ def main() -> int:
         return 0
     import pytest
 
-    rows = _Rows()
     own_output = os.fdopen(os.dup(1), "w")  # pytest captures descriptor 1 while a check runs
+    # The timer below needs Python's lock, which a call that hangs in a driver may hold: this one does not.
+    faulthandler.dump_traceback_later(options.limit_s + SPARE_S, exit=True, file=own_output)
+    rows = _Rows(card())
     watchdog = threading.Timer(options.limit_s, _give_up, [rows, options, own_output])
     watchdog.daemon = True
     watchdog.start()
     arguments = ["-c", str(FOLDER / "gpu_check.ini"), "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short"]
     code = int(pytest.main([*arguments, "-k", options.only, str(FOLDER)], plugins=[rows]))
     watchdog.cancel()
+    faulthandler.cancel_dump_traceback_later()
     report(rows, options, own_output)
     return 1 if code not in (0, 5) else 0
 
 
 def _give_up(rows: _Rows, options: argparse.Namespace, out: TextIO) -> None:
-    """End the process, whatever its main thread waits for in a driver."""
+    """End the process, whatever its main thread waits for in a driver: so nothing here asks the card."""
     why = f"it still ran when the {options.limit_s:g} s for all checks were over"
     rows.rows.append({"check": rows.running, "result": "failed", "seconds": 0.0, "why": why})
     report(rows, options, out)
@@ -54,16 +60,17 @@ def _give_up(rows: _Rows, options: argparse.Namespace, out: TextIO) -> None:
 
 
 def report(rows: _Rows, options: argparse.Namespace, out: TextIO) -> None:
-    show(rows.rows, options.limit_s, out)
+    show(rows, options.limit_s, out)
     if options.json:
-        print(json.dumps({"benchmark": "gpu_check", "card": card(), "checks": rows.rows}), file=out)
+        print(json.dumps({"benchmark": "gpu_check", "card": rows.card, "checks": rows.rows}), file=out)
     out.flush()
 
 
 class _Rows:
     """A pytest plugin that notes what became of every check."""
 
-    def __init__(self) -> None:
+    def __init__(self, card: str) -> None:
+        self.card = card
         self.rows: list[dict[str, Any]] = []
         self.running = "the collection of the checks"
 
@@ -94,10 +101,11 @@ def card() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "no CUDA card"
 
 
-def show(rows: list[dict[str, Any]], limit_s: float, out: TextIO) -> None:
+def show(noted: _Rows, limit_s: float, out: TextIO) -> None:
     """Plain text: rich may not be installed here."""
+    rows = noted.rows
     width = max([len(row["check"]) for row in rows] or [0])
-    print(f"\n{card()}; {sum(row['seconds'] for row in rows):.0f} s of {limit_s:g}", file=out)
+    print(f"\n{noted.card}; {sum(row['seconds'] for row in rows):.0f} s of {limit_s:g}", file=out)
     for row in rows:
         why = row["why"].splitlines()[0] if row["why"] else ""
         print(f"{row['check']:<{width}}  {row['result']:<7}  {row['seconds']:7.2f} s  {why}", file=out)

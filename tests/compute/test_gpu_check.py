@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import gpu_check as checks
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,3 +60,29 @@ def test_checks_that_are_not_over_in_time_end_with_the_table() -> None:
     assert (row["result"], row["why"]) == ("failed", "it still ran when the 0.01 s for all checks were over")
     assert "0 passed, 1 failed, 0 skipped" in printed
     assert code == 1
+
+
+def test_a_report_of_a_hung_card_does_not_ask_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang() -> str:
+        raise AssertionError("would wait for the driver")
+
+    monkeypatch.setattr(checks, "card", hang)
+    out = io.StringIO()
+    checks.report(checks._Rows("a card"), argparse.Namespace(limit_s=1, json=True), out)
+    assert json.loads(out.getvalue().splitlines()[-1])["card"] == "a card"
+
+
+def test_a_driver_that_holds_pythons_lock_is_ended_too(tmp_path: Path) -> None:
+    """The timer's thread never runs; the traceback says where it hangs."""
+    (tmp_path / "hold_lock.py").write_text(
+        "import ctypes\n"
+        "from benchmarks import gpu_check\n"
+        "gpu_check.SPARE_S = 0.5\n"
+        "gpu_check.card = lambda: ctypes.PyDLL(None).sleep(100)\n"
+        "gpu_check.main()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "hold_lock.py"), "--limit-s", "0.5"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "in main" in done.stdout
