@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarmnode.compute.projections import DenseProjection, Way
+from swarmnode.compute.projections import DenseProjection, Way, timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,20 +69,14 @@ def measured(multiply: Callable[[Way], object]) -> dict[Way, float]:
     """Seconds by way: the least of a few rounds in turn, so that a busy moment spoils no single one."""
     begun_s = time.perf_counter()
     multiply(WAYS[0])
-    costs = {way: _timed(multiply, way) for way in WAYS}
+    costs = {way: timed(multiply, way) for way in WAYS}
     for _ in range(_ROUNDS - 1):
         if time.perf_counter() - begun_s > _MEASURE_S:
             break
-        costs = {way: min(cost, _timed(multiply, way)) for way, cost in costs.items()}
+        costs = {way: min(cost, timed(multiply, way)) for way, cost in costs.items()}
     return costs
 
 
 def _multiply(turns: Sequence[DenseProjection], probe: torch.Tensor, way: Way) -> None:
     for projection in turns:
         projection.multiply(probe[: way.rows], way)
-
-
-def _timed(multiply: Callable[[Way], object], way: Way) -> float:
-    begun_s = time.perf_counter()
-    multiply(way)
-    return time.perf_counter() - begun_s

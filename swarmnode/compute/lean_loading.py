@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -147,8 +147,7 @@ class LeanBuilder:
             head = DenseProjection(weight, bias)
             head.measure()
             return LeanTail(norm, head)
-        # Packing needs of a weight its shape and its rows in turn, which the file gives as well.
-        tail = LeanTail(norm, packed(HEAD_METHOD, weight if stored is None else cast("torch.Tensor", stored), bias))
+        tail = LeanTail(norm, packed(HEAD_METHOD, weight if stored is None else stored, bias))
         if stored is not None:
             model.outer.lm_head.to("meta")
         return tail

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import linear, pad
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     Placed = tuple[int, Q4Blocks]
     """Blocks of some of a matrix's rows, and the first of those."""
+
+_Argument = TypeVar("_Argument")
 
 GROUP = 32
 """Weights that share a scale and a zero in four bits; also llama.cpp's block, whose codes are taken as they are."""
@@ -39,6 +41,18 @@ QUANTIZED_ROWS = CHUNK_ROWS
 """Rows of a weight that are quantized at a time: for each of their weights some 20 bytes are held beside the block."""
 _CHUNK_ELEMENTS = 1 << 20
 """4 MiB of float32 at a time: little beside any slice, and it stays in the CPU's cache."""
+
+
+class Matrix(Protocol):
+    """A weight that is packed some of its rows at a time: in memory, or in a file."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
 
 
 class Projection(Protocol):
@@ -176,7 +190,7 @@ class Int8Projection(PackedProjection):
     __slots__ = ("_scales", "_weight")
     name = "int8"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None) -> None:
         self._weight, self._scales = quantize_int8(weight)
         super().__init__(weight.shape, bias)
 
@@ -201,7 +215,7 @@ class Int4Projection(PackedProjection):
     __slots__ = ("_scales_zeros", "_weight")
     name = "int4-fast"
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()) -> None:
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()) -> None:
         self._weight = torch.empty((weight.shape[0], weight.shape[1] // 2), dtype=torch.uint8)
         self._scales_zeros = torch.empty((weight.shape[1] // GROUP, weight.shape[0], 2), dtype=torch.bfloat16)
         for begin in range(0, weight.shape[0], QUANTIZED_ROWS):  # bounds what is held in 32 bits
@@ -233,7 +247,7 @@ def takes_int4(out: int, inputs: int) -> bool:
     return inputs % GROUP == 0 and block is not None and out % block == 0
 
 
-def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, in) → codes and bfloat16 scales by row. Codes are rounded against the scale as stored."""
     scales = torch.empty(weight.shape[0], dtype=torch.bfloat16, device=weight.device)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -330,7 +344,8 @@ def _measure_crossover(
     return max(2 * rows, int(rows * unpacked_s / packed_s))
 
 
-def timed(way: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> float:
+def timed(run: Callable[[_Argument], object], argument: _Argument) -> float:
+    """Seconds of one call."""
     started = time.perf_counter()
-    way(rows)
+    run(argument)
     return time.perf_counter() - started

@@ -46,12 +46,15 @@ class TensorReader:
             self._read_part(part.stored, part.place(whole))
         return whole
 
-    def read_rows(self, source: Stored, begin: int, end: int) -> torch.Tensor:
-        """Rows begin … end-1 of a matrix that is stored whole; raises as `read` does."""
+    def read_rows(self, source: Stored, begin: int, end: int, again: bool = False) -> torch.Tensor:
+        """Rows begin … end-1 of a matrix that is stored whole, counted anew if they are read `again`; raises as `read`
+        does."""
         entry = source.entry
         row_bytes, shape = entry.size_bytes // entry.shape[0], (end - begin, *entry.shape[1:])
         there = entry.begin + begin * row_bytes
         rows = replace(entry, shape=shape, begin=there, end=there + (end - begin) * row_bytes)
+        if again:
+            self._done -= rows.size_bytes
         return self.read((Part(replace(source, entry=rows)),), shape)
 
     def read_bytes(self, source: Stored) -> torch.Tensor:
@@ -102,15 +105,18 @@ class TensorReader:
 
 
 class StoredMatrix:
-    """A matrix in a file, for code that takes a weight some of its rows at a time: only those are ever in memory."""
+    """A matrix in a file, for code that takes a weight some of its rows at a time: only those are ever in memory.
+    Rows are taken in order, but the first may be taken as a sample before; the count of bytes has them once."""
 
     def __init__(self, reader: TensorReader, source: Stored) -> None:
         self.shape, self.device = torch.Size(source.entry.shape), reader.device
-        self._reader, self._source = reader, source
+        self._reader, self._source, self._read_rows = reader, source, 0
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         begin, end, _ = rows.indices(self.shape[0])
-        return self._reader.read_rows(self._source, begin, end)
+        again = end <= self._read_rows
+        self._read_rows = max(end, self._read_rows)
+        return self._reader.read_rows(self._source, begin, end, again)
 
 
 @contextmanager

@@ -13,13 +13,17 @@ import pytest
 import torch
 from packed_kernels import ALL_KERNELS, take_kernels
 
+from swarmnode.catalog.safetensors_header import TensorEntry
 from swarmnode.compute import tiled_projections
 from swarmnode.compute.integer_kernels import MAX_INPUTS, MAX_ROWS, IntegerKernels, integer_kernels
 from swarmnode.compute.projections import GROUP, Int4Projection, Int8Projection, PackedProjection
+from swarmnode.compute.stored_tensors import Stored
+from swarmnode.compute.tensor_reader import StoredMatrix, TensorReader
 from swarmnode.compute.tiled_projections import TiledInt4Projection, TiledInt8Projection, packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
 
@@ -184,7 +188,7 @@ def test_shapes_that_are_no_whole_tiles_are_torchs() -> None:
 
 @pytest.mark.parametrize("theirs_wins", [True, False])
 def test_the_faster_kernel_for_one_row_is_taken(theirs_wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed on some of the weight's rows, once for all weights with so many inputs."""
+    """Timed on some of the weight's rows, once for all weights with so many inputs that as many are tried of."""
     monkeypatch.undo()
     timed: list[Any] = []
 
@@ -196,11 +200,51 @@ def test_the_faster_kernel_for_one_row_is_taken(theirs_wins: bool, monkeypatch: 
     monkeypatch.setattr(tiled_projections, "_faster", {})
     monkeypatch.setattr(tiled_projections, "timed", clock)
     expected = Int4Projection if theirs_wins else TiledInt4Projection
-    assert isinstance(packed("int4-fast", weights(512, 1024), None), expected)
+    assert isinstance(packed("int4-fast", weights(2048, 1024), None), expected)
     counted = len(timed)
-    assert isinstance(packed("int4-fast", weights(1024, 1024), None), expected)
+    assert isinstance(packed("int4-fast", weights(2176, 1024), None), expected)
     assert set(timed) == {(1, 1024)}
     assert len(timed) == counted
+    assert isinstance(packed("int4-fast", weights(512, 1024), None), expected)
+    assert len(timed) == 2 * counted, "fewer rows are timed for themselves"
+
+
+@pytest.mark.parametrize("ours_s", [1.0, 3.0])
+def test_how_many_bits_a_weight_has_does_not_hang_on_a_clock(ours_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernel takes no 520 rows in four bits; the compiled one does."""
+    monkeypatch.undo()
+    monkeypatch.setattr(tiled_projections, "_faster", {})
+    monkeypatch.setattr(
+        tiled_projections, "timed", lambda way, _: 2.0 if isinstance(way.__self__, Int8Projection) else ours_s
+    )
+    assert isinstance(packed("int4-fast", weights(520, 1024), None), TiledInt4Projection)
+
+
+def test_a_weight_from_a_file_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though some of its rows are read before, to see which kernel is faster: once, not once for each."""
+    monkeypatch.undo()
+    monkeypatch.setattr(tiled_projections, "_faster", {})
+    weight = weights(4096, 576)
+    file = tmp_path / "weight"
+    file.write_bytes(weight.view(torch.int16).numpy().tobytes())
+    seen: list[tuple[int, int]] = []
+    reader = TensorReader(torch.bfloat16, torch.device("cpu"), lambda _, done, total: seen.append((done, total)))
+    reader.total = weight.nbytes
+    entry = TensorEntry("BF16", (4096, 576), 0, weight.nbytes)
+    reads: list[slice] = []
+
+    class Watched(StoredMatrix):
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            reads.append(rows)
+            read = super().__getitem__(rows)
+            reader.report()
+            return read
+
+    projection = packed("int8", Watched(reader, Stored("head", file, entry)), None)
+    assert seen[-1] == (weight.nbytes, weight.nbytes)
+    assert max(done for done, _ in seen) == weight.nbytes
+    assert sum(rows.start is None for rows in reads) == 1
+    assert torch.equal(projection.unpack(0, 4096), Int8Projection(weight, None).unpack(0, 4096))
 
 
 def test_sizes() -> None:
