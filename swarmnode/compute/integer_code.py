@@ -1,8 +1,10 @@
 """The LLVM code of products of few rows with packed weights, for x86 CPUs with AVX2: written here, compiled at load.
 
-A row is turned into 16-bit integers over its largest value, multiplied with the weights' codes in integers (`pmaddwd`),
-and scaled in float32. All values' codes together are off by less than bfloat16 rounds that largest value by, so a
-product is as exact as one in bfloat16. Weights lie tile by tile, so that memory is read once and in order:
+Each GROUP of a row is turned into 16-bit integers over its largest value, multiplied with the weights' codes in
+integers (`pmaddwd`), and scaled in float32. A code is off by at most 2^-16 of its group's largest value; bfloat16
+rounds each number by 2^-9 of its own, the result among them. So what rounding the codes costs is lost in the result's
+own rounding, unless a value is thousands of times the others and its weights hide that from the result; then its own
+group's 31 others are coarse, and no further ones. Weights lie tile by tile, so that memory is read once and in order:
 
 - eight bits: (out / TILE, groups, TILE, 32) codes; bfloat16 scales by output row.
 - four bits: (out / TILE, groups, 8 + 64) bytes: TILE bfloat16 scales, then of each of TILE rows 16 bytes, the low
@@ -14,6 +16,7 @@ OpenMP's team is torch's own, asked for by the functions that a compiler's code 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -29,11 +32,9 @@ if TYPE_CHECKING:
 
 _AT_ONCE = {1: 4, 2: 4, 3: 2}
 """Output rows that are multiplied at once, by rows of x: as many sums as an AVX2 core has registers for."""
-_SUMMED_GROUPS = 64
-"""127 * 32767 * 4 products a group and lane: 32 bits hold 128 groups of them."""
 _LIMIT = 32767.0
 _SMALLEST = 1e-30
-"""A row below this is one of zeros: its inverse would not be a number."""
+"""A group below this is one of zeros: its inverse would not be a number."""
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _POINTER, _VOID = _I8.as_pointer(), ir.VoidType()
@@ -80,43 +81,25 @@ class _Library:
 
 def _write_quantize(library: _Library) -> Any:
     """quantize(x, codes, sums, scales, rows, groups): of rows of x the 16-bit codes as (groups, rows, GROUP), the sums
-    of each group's as (rows, PADDED groups) floats, the scales as (rows,) floats."""
+    of each group's, scaled, as (rows, PADDED groups) floats, the scales as (groups, rows) floats."""
     function, b = library.function("quantize", *[_POINTER] * 4, *[_I64] * 2)
     x, codes, sums, scales, rows, groups = function.args
 
     def of_row(row: Value, _: Sequence[Value]) -> None:
         source = b.gep(x, [b.mul(b.mul(row, groups), _I64(2 * GROUP))])
-
-        def largest(group: Value, found: Sequence[Value]) -> list[Value]:
-            best = found[0]
-            for part in _group_floats(b, source, group):
-                best = b.call(library.larger, [best, b.call(library.magnitude, [part])])
-            return [best]
-
-        (best,) = _loop(b, _I64(0), groups, 1, largest, [_FLOATS(None)])
-        for shift in (4, 2, 1):
-            turned = b.shuffle_vector(best, best, _INTS([(lane + shift) % _LANES for lane in range(_LANES)]))
-            best = b.call(library.larger, [best, turned])
-        limit = _FLOATS([_LIMIT] * _LANES)
-        scale = b.fdiv(best, limit)
-        counts = b.fcmp_ordered(">", best, _FLOATS([_SMALLEST] * _LANES))
-        inverse = b.select(counts, b.fdiv(limit, best), _FLOATS(None))
-        _store(b, b.extract_element(scale, _I32(0)), scales, b.mul(row, _I64(4)))
         own_sums = b.gep(sums, [b.mul(b.mul(row, _padded(b, groups)), _I64(4))])
 
-        def encode(group: Value, _: Sequence[Value]) -> None:
-            target = b.gep(codes, [b.mul(b.add(b.mul(group, rows), row), _I64(2 * GROUP))])
-            whole = [b.call(library.to_ints, [b.fmul(p, inverse)]) for p in _group_floats(b, source, group)]
-            for n, part in enumerate(whole):
-                _store(b, b.trunc(part, _BFLOATS), target, 2 * _LANES * n)
-            total = _across(b, b.add(b.add(whole[0], whole[1]), b.add(whole[2], whole[3])), b.add)
-            _store(b, b.sitofp(total, _F32), own_sums, b.mul(group, _I64(4)))
-
-        _loop(b, _I64(0), groups, 1, encode)
+        def of_group(group: Value, _: Sequence[Value]) -> None:
+            place = b.add(b.mul(group, rows), row)
+            target = b.gep(codes, [b.mul(place, _I64(2 * GROUP))])
+            scale, total = _encode_group(library, b, _group_floats(b, source, group), target)
+            _store(b, scale, scales, b.mul(place, _I64(4)))
+            _store(b, b.fmul(total, scale), own_sums, b.mul(group, _I64(4)))
 
         def fill(group: Value, _: Sequence[Value]) -> None:
             _store(b, _F32(0), own_sums, b.mul(group, _I64(4)))
 
+        _loop(b, _I64(0), groups, 1, of_group)
         _loop(b, groups, _padded(b, groups), 1, fill)
 
     _loop(b, _I64(0), rows, 1, of_row)
@@ -129,116 +112,139 @@ def _group_floats(b: Any, row: Value, group: Value) -> list[Value]:
     return [_widened(b, _load(b, at, 2 * _LANES * n, _BFLOATS)) for n in range(GROUP // _LANES)]
 
 
+def _encode_group(library: _Library, b: Any, floats: Sequence[Value], target: Value) -> tuple[Value, Value]:
+    """Stores the codes; gives their scale, and their sum as a float."""
+    best = _FLOATS(None)
+    for part in floats:
+        best = b.call(library.larger, [best, b.call(library.magnitude, [part])])
+    for shift in (4, 2, 1):
+        turned = b.shuffle_vector(best, best, _INTS([(lane + shift) % _LANES for lane in range(_LANES)]))
+        best = b.call(library.larger, [best, turned])
+    limit = _FLOATS([_LIMIT] * _LANES)
+    counts = b.fcmp_ordered(">", best, _FLOATS([_SMALLEST] * _LANES))
+    inverse = b.select(counts, b.fdiv(limit, best), _FLOATS(None))
+    whole = [b.call(library.to_ints, [b.fmul(part, inverse)]) for part in floats]
+    for n, part in enumerate(whole):
+        _store(b, b.trunc(part, _BFLOATS), target, 2 * _LANES * n)
+    total = _across(b, b.add(b.add(whole[0], whole[1]), b.add(whole[2], whole[3])), b.add)
+    return b.extract_element(b.fdiv(best, limit), _I32(0)), b.sitofp(total, _F32)
+
+
 def _write_part(library: _Library, kind: str, rows: int) -> Any:
     """part(arguments): one thread's tiles, all rows; the arguments are those that the entry stores."""
     function, b = library.function(f"{kind}_{rows}_part", _POINTER)
     fields = [_load(b, function.args[0], 8 * n, t, 8) for n, t in enumerate([_POINTER] * 6 + [_I64] * 2)]
-    out, weights, beside, codes, sums, scales, tiles, groups = fields
+    part = _Part(library, b, kind, rows, *fields)
     thread, team = (b.sext(b.call(asked, []), _I64) for asked in (library.thread, library.team))
-    begin = b.sdiv(b.mul(tiles, thread), team)
-    end = b.sdiv(b.mul(tiles, b.add(thread, _I64(1))), team)
-    at_once = _AT_ONCE.get(rows, 1)
-    group_bytes = TILE * (GROUP if kind == "int8" else 2 + GROUP // 2)
-
-    def of_tile(tile: Value, _: Sequence[Value]) -> None:
-        tile_weights = b.gep(weights, [b.mul(tile, b.mul(groups, _I64(group_bytes)))])
-        for first in range(0, TILE, at_once):
-            lanes = range(first, first + at_once)
-            if kind == "int8":
-                found = _sums_of_8(library, b, tile_weights, codes, groups, rows, lanes)
-            else:
-                zeros = b.gep(beside, [b.mul(tile, b.mul(_padded(b, groups), _I64(2 * TILE)))])
-                found = _sums_of_4(library, b, tile_weights, zeros, codes, sums, groups, rows, lanes)
-            for n, total in enumerate(found):
-                lane, row = divmod(n, rows)
-                column = b.add(b.mul(tile, _I64(TILE)), _I64(first + lane))
-                value = b.fmul(_across(b, total, b.fadd), _load(b, scales, 4 * row, _F32, 4))
-                if kind == "int8":
-                    value = b.fmul(value, _widened_one(b, _load(b, beside, b.mul(column, _I64(2)), _I16)))
-                place = b.add(b.mul(b.mul(tiles, _I64(TILE)), _I64(row)), column)
-                _store(b, _rounded(b, value), out, b.mul(place, _I64(2)))
-
-    _loop(b, begin, end, 1, of_tile)
+    begin = b.sdiv(b.mul(part.tiles, thread), team)
+    end = b.sdiv(b.mul(part.tiles, b.add(thread, _I64(1))), team)
+    _loop(b, begin, end, 1, part.write_tile)
     b.ret_void()
     return function
 
 
-def _sums_of_8(
-    library: _Library, b: Any, weights: Value, codes: Value, groups: Value, rows: int, lanes: range
-) -> list[Value]:
-    """For each of a tile's `lanes` and each row eight floats that add up to codes · codes."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Writes what one thread does; the values are the entry's arguments and what `quantize` made of the rows."""
 
-    def of_span(begin: Value, floats: Sequence[Value]) -> list[Value]:
-        end = b.add(begin, _I64(_SUMMED_GROUPS))
-        end = b.select(b.icmp_signed("<", end, groups), end, groups)
+    library: _Library
+    b: Any
+    kind: str
+    rows: int
+    out: Value
+    weights: Value
+    beside: Value
+    codes: Value
+    sums: Value
+    scales: Value
+    tiles: Value
+    groups: Value
 
-        def of_group(group: Value, ints: Sequence[Value]) -> list[Value]:
-            found = list(ints)
+    def write_tile(self, tile: Value, _: Sequence[Value]) -> None:
+        at_once = _AT_ONCE.get(self.rows, 1)
+        for first in range(0, TILE, at_once):
+            lanes = range(first, first + at_once)
+            found = self._products(tile, lanes)
+            if self.kind == "int4":
+                found = self._with_zeros(tile, lanes, found)
+            for n, total in enumerate(found):
+                lane, row = divmod(n, self.rows)
+                self._store_number(tile, first + lane, row, total)
+
+    def _products(self, tile: Value, lanes: range) -> list[Value]:
+        """For each of a tile's `lanes` and each row eight floats that add up to weights · row; in eight bits without
+        the output row's scale, in four without the zeros."""
+        b = self.b
+        group_bytes = _I64(TILE * (GROUP if self.kind == "int8" else 2 + GROUP // 2))
+        weights = b.gep(self.weights, [b.mul(tile, b.mul(self.groups, group_bytes))])
+        read: Callable[[Value, int], tuple[list[Value], Value | None]] = (
+            self._read_8 if self.kind == "int8" else self._read_4
+        )
+
+        def of_group(group: Value, floats: Sequence[Value]) -> list[Value]:
+            at = b.gep(weights, [b.mul(group, group_bytes)])
+            found = []
             for n, lane in enumerate(lanes):
-                at = b.gep(weights, [b.mul(group, _I64(TILE * GROUP))])
-                low, high = (_load(b, at, lane * GROUP + half, ir.VectorType(_I8, 16)) for half in (0, 16))
-                pair = b.sext(low, _HALVES), b.sext(high, _HALVES)
-                for row in range(rows):
-                    product = _group_product(library, b, pair, codes, group, rows, row)
-                    found[n * rows + row] = b.add(found[n * rows + row], product)
+                pair, weight_scale = read(at, lane)
+                for row in range(self.rows):
+                    old = floats[n * self.rows + row]
+                    found.append(self._add_product(pair, weight_scale, group, row, old))
             return found
 
-        ints = _loop(b, begin, end, 1, of_group, [_INTS(None)] * len(floats))
-        return [b.fadd(old, b.sitofp(new, _FLOATS)) for old, new in zip(floats, ints, strict=True)]
+        return _loop(b, _I64(0), self.groups, 1, of_group, [_FLOATS(None)] * (len(lanes) * self.rows))
 
-    return _loop(b, _I64(0), groups, _SUMMED_GROUPS, of_span, [_FLOATS(None)] * (len(lanes) * rows))
+    def _read_8(self, at: Value, lane: int) -> tuple[list[Value], None]:
+        halves = [_load(self.b, at, lane * GROUP + half, ir.VectorType(_I8, 16)) for half in (0, 16)]
+        return [self.b.sext(half, _HALVES) for half in halves], None
 
+    def _read_4(self, at: Value, lane: int) -> tuple[list[Value], Value]:
+        """A lane's codes, and its scale in eight floats."""
+        b = self.b
+        two_scales = _splat(b, _load(b, at, 4 * (lane // 2), _I32, 4), _INTS)
+        scale = b.shl(two_scales, _INTS([16] * 8)) if lane % 2 == 0 else b.and_(two_scales, _INTS([-65536] * 8))
+        both = b.sext(_load(b, at, 2 * TILE + lane * GROUP // 2, ir.VectorType(_I8, 16)), _HALVES)
+        low = b.ashr(b.shl(both, _HALVES([12] * 16)), _HALVES([12] * 16))
+        return [low, b.ashr(both, _HALVES([4] * 16))], b.bitcast(scale, _FLOATS)
 
-def _sums_of_4(
-    library: _Library,
-    b: Any,
-    weights: Value,
-    zeros: Value,
-    codes: Value,
-    sums: Value,
-    groups: Value,
-    rows: int,
-    lanes: range,
-) -> list[Value]:
-    """As `_sums_of_8`, each group's scale applied, and its zero times the row's sum added."""
+    def _add_product(self, pair: list[Value], weight_scale: Value | None, group: Value, row: int, old: Value) -> Value:
+        b = self.b
+        place = b.add(b.mul(group, _I64(self.rows)), _I64(row))
+        at = b.gep(self.codes, [b.mul(place, _I64(2 * GROUP))])
+        halves = [_load(b, at, GROUP * n, _HALVES) for n in range(2)]
+        low, high = (b.call(self.library.multiply_add_pairs, [w, x]) for w, x in zip(pair, halves, strict=True))
+        scale = _splat(b, _load(b, self.scales, b.mul(place, _I64(4)), _F32, 4), _FLOATS)
+        if weight_scale is not None:
+            scale = b.fmul(scale, weight_scale)
+        return b.call(self.library.fma, [b.sitofp(b.add(low, high), _FLOATS), scale, old])
 
-    def of_group(group: Value, floats: Sequence[Value]) -> list[Value]:
-        found = list(floats)
-        for n, lane in enumerate(lanes):
-            at = b.gep(weights, [b.mul(group, _I64(TILE * (2 + GROUP // 2)))])
-            two_scales = _splat(b, _load(b, at, 4 * (lane // 2), _I32, 4), _INTS)
-            scale = b.shl(two_scales, _INTS([16] * 8)) if lane % 2 == 0 else b.and_(two_scales, _INTS([-65536] * 8))
-            both = b.sext(_load(b, at, 2 * TILE + lane * GROUP // 2, ir.VectorType(_I8, 16)), _HALVES)
-            low = b.ashr(b.shl(both, _HALVES([12] * 16)), _HALVES([12] * 16))
-            pair = low, b.ashr(both, _HALVES([4] * 16))
-            for row in range(rows):
-                product = b.sitofp(_group_product(library, b, pair, codes, group, rows, row), _FLOATS)
-                which = n * rows + row
-                found[which] = b.call(library.fma, [product, b.bitcast(scale, _FLOATS), found[which]])
-        return found
+    def _with_zeros(self, tile: Value, lanes: range, products: list[Value]) -> list[Value]:
+        """Each group's zero times the row's sum added."""
+        b = self.b
+        padded = _padded(b, self.groups)
+        zeros = b.gep(self.beside, [b.mul(tile, b.mul(padded, _I64(2 * TILE)))])
 
-    def add_zeros(group: Value, floats: Sequence[Value]) -> list[Value]:
-        found = list(floats)
-        for n, lane in enumerate(lanes):
-            at = b.mul(b.add(b.mul(_padded(b, groups), _I64(lane)), group), _I64(2))
-            own = _widened(b, _load(b, zeros, at, _BFLOATS))
-            for row in range(rows):
-                place = b.mul(b.add(b.mul(_padded(b, groups), _I64(row)), group), _I64(4))
-                which = n * rows + row
-                found[which] = b.call(library.fma, [own, _load(b, sums, place, _FLOATS, 4), found[which]])
-        return found
+        def of_groups(group: Value, floats: Sequence[Value]) -> list[Value]:
+            found = list(floats)
+            for n, lane in enumerate(lanes):
+                at = b.mul(b.add(b.mul(padded, _I64(lane)), group), _I64(2))
+                own = _widened(b, _load(b, zeros, at, _BFLOATS))
+                for row in range(self.rows):
+                    place = b.mul(b.add(b.mul(padded, _I64(row)), group), _I64(4))
+                    which = n * self.rows + row
+                    sums = _load(b, self.sums, place, _FLOATS, 4)
+                    found[which] = b.call(self.library.fma, [own, sums, found[which]])
+            return found
 
-    found = _loop(b, _I64(0), groups, 1, of_group, [_FLOATS(None)] * (len(lanes) * rows))
-    return _loop(b, _I64(0), groups, PADDED, add_zeros, found)
+        return _loop(b, _I64(0), self.groups, PADDED, of_groups, products)
 
-
-def _group_product(
-    library: _Library, b: Any, pair: tuple[Value, Value], codes: Value, group: Value, rows: int, row: int
-) -> Value:
-    at = b.gep(codes, [b.mul(group, _I64(2 * GROUP * rows))])
-    halves = [_load(b, at, 2 * GROUP * row + GROUP * n, _HALVES) for n in range(2)]
-    low, high = (b.call(library.multiply_add_pairs, [w, x]) for w, x in zip(pair, halves, strict=True))
-    return b.add(low, high)
+    def _store_number(self, tile: Value, lane: int, row: int, total: Value) -> None:
+        b = self.b
+        column = b.add(b.mul(tile, _I64(TILE)), _I64(lane))
+        value = _across(b, total, b.fadd)
+        if self.kind == "int8":
+            value = b.fmul(value, _widened_one(b, _load(b, self.beside, b.mul(column, _I64(2)), _I16)))
+        place = b.add(b.mul(b.mul(self.tiles, _I64(TILE)), _I64(row)), column)
+        _store(b, _rounded(b, value), self.out, b.mul(place, _I64(2)))
 
 
 def _write_entry(library: _Library, name: str, rows: int, quantize: Any, part: Any) -> None:
@@ -247,7 +253,7 @@ def _write_entry(library: _Library, name: str, rows: int, quantize: Any, part: A
     codes = b.alloca(_I8, b.mul(groups, _I64(2 * GROUP * rows)))
     codes.align = 64
     sums = b.alloca(_I8, b.mul(_padded(b, groups), _I64(4 * rows)))
-    scales = b.alloca(_I8, _I64(4 * rows))
+    scales = b.alloca(_I8, b.mul(groups, _I64(4 * rows)))
     b.call(quantize, [x, codes, sums, scales, _I64(rows), groups])
     arguments = b.bitcast(b.alloca(_I64, 8), _POINTER)
     for n, value in enumerate((out, weights, beside, codes, sums, scales, tiles, groups)):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
 
 SHAPES = [(128, 32), (192, 576), (256, 96), (4, 64), (132, 4160)]
-"""One group; groups that are no multiple of eight; a single tile; more than are summed in 32 bits at a time."""
+"""One group; groups that are no multiple of eight; a single tile; many groups."""
 METHODS = ("int8", "int4-fast")
 OF_TORCH: dict[str, type[PackedProjection]] = {"int8": Int8Projection, "int4-fast": Int4Projection}
 
@@ -65,6 +65,20 @@ def test_every_row_count_gives_the_product_with_the_unpacked_weight(method: str,
         found = projection.multiply(rows)
         assert found.dtype == torch.bfloat16
         assert off(found, rows.double() @ exact.T) < 2.0**-8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_value_far_above_the_others_leaves_them_as_exact_as_bfloat16(method: str) -> None:
+    """As in larger models: few activations are thousands of times the others, and their weights are small."""
+    weight = torch.randn(512, 2048) * 0.02
+    weight[:, 7] *= 0.001
+    projection = packed(method, weight.to(torch.bfloat16), None)
+    row = torch.randn(1, 2048)
+    row[0, 7] = 2000
+    row = row.to(torch.bfloat16)
+    exact = row.double() @ projection.unpack(0, 512).double().T
+    rounding = (exact.to(torch.bfloat16).double() - exact).norm()
+    assert (projection.multiply(row).double() - exact).norm() < 2 * rounding
 
 
 @pytest.mark.parametrize("method", METHODS)
