@@ -121,6 +121,8 @@ class ApiClient:
                 f"no swarmnode API at {self.base_url} ({error}); start one with `swarmnode up --role coordinator`, "
                 f"or say where it is with --api or {API_VARIABLE}"
             ) from error
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("what was given holds bytes that are no UTF-8; say it in UTF-8") from error
         except (httpx.HTTPError, ValueError) as error:
             raise LinkBroken(f"the API at {self.base_url} broke off: {error or type(error).__name__}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,6 +49,7 @@ def model_import(
     from swarmnode.config import read_settings
 
     root = read_settings(data_dir).models_root
+    _check_writable(root)
     if base is not None:
         manifest = _import_adapter(source, base, root, model_id=model_id, stages=stages, replace=replace)
     else:
@@ -59,6 +61,20 @@ def model_import(
         print_json({**shown, "size_bytes": size, "path": str(root / manifest.id)})
     else:
         console().print(f"{manifest.id}: {size / 1e6:,.0f} MB in {manifest.num_stages} shards, in {root / manifest.id}")
+
+
+def _check_writable(root: Path) -> None:
+    """Before anything is fetched. Raises InvalidRequest."""
+    from swarmnode.errors import InvalidRequest
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"models cannot be kept in {root}: {error.strerror}; choose another --data-dir") from error
+    if not os.access(root, os.W_OK):
+        raise InvalidRequest(
+            f"models cannot be kept in {root}: this user may not write there; choose another --data-dir"
+        )
 
 
 def _import_adapter(
