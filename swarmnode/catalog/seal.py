@@ -7,6 +7,7 @@ kept beside it. What a failing disk turns over beneath the file system it does n
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,8 +17,10 @@ _SEALED_NS = 0
 
 
 def seal(file: int | Path) -> None:
-    """Of a file, or a descriptor, whose content was just checked; raises OSError."""
-    os.utime(file, ns=(_SEALED_NS, _SEALED_NS))
+    """Of a file, or a descriptor, whose content was just checked. One that cannot be sealed, for it is another user's,
+    is checked again each time."""
+    with suppress(OSError):
+        os.utime(file, ns=(_SEALED_NS, _SEALED_NS))
 
 
 def is_sealed(file: int | Path) -> bool:

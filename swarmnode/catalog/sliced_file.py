@@ -60,9 +60,11 @@ class SlicedFile:
         self._marks_file = -1
         try:
             _lock(self._file, entry)
-            self._marks_file = _open(marks_path(folder, entry.sha256, chunk_list.sha256), entry)
+            marks = marks_path(folder, entry.sha256, chunk_list.sha256)
+            self._marks_file = _open(marks, entry)
             self._marks = self._take_over()
-            self._check_unsealed(hashed)
+            if not is_sealed(self._file):
+                self._check_again(marks, hashed)
         except BaseException:
             self._release()
             raise
@@ -139,15 +141,23 @@ class SlicedFile:
                 os.ftruncate(self._file, self.entry.size)
         return bytearray(os.pread(self._marks_file, count, 0))
 
-    def _check_unsealed(self, hashed: Callable[[int], None]) -> None:
-        """Somebody else wrote to it, or a fetch was killed before it could seal it: what is wrong is here no more."""
-        if is_sealed(self._file):
-            return
+    def _check_again(self, marks: Path, hashed: Callable[[int], None]) -> None:
+        """Somebody else wrote to it, or a fetch was killed before it could seal it: what is wrong is here no more, nor
+        what only another list's marks tell of, which nobody can check here."""
+        for other in marks.parent.glob(f"{self.entry.sha256}-*.have"):
+            if other != marks:
+                other.unlink(missing_ok=True)
         for index in [index for index, mark in enumerate(self._marks) if mark]:
-            if hashlib.sha256(self.read(index)).digest() != self.chunks.digests[index]:
+            if not self._is_right(index):
                 self._marks[index] = 0
                 os.pwrite(self._marks_file, _MISSING, index)
             hashed(self.chunks.ends[index])
+
+    def _is_right(self, index: int) -> bool:
+        try:
+            return hashlib.sha256(self.read(index)).digest() == self.chunks.digests[index]
+        except OSError:  # a disk that fails
+            return False
 
     def _release(self) -> None:
         for descriptor in (self._file, self._marks_file):

@@ -202,6 +202,29 @@ def test_chunks_that_somebody_wrote_to_are_found_and_are_here_no_more(
     assert (sliced.marks(), len(looked)) == ([1, 1, 1], 3), "and not looked at again"
 
 
+def test_what_only_another_list_can_check_is_fetched_again_once_somebody_wrote(sliced: Sliced, tmp_path: Path) -> None:
+    """The same content cut elsewhere: opening it by one list checks and seals nothing of the other's."""
+    whole = b"".join(sliced.parts)
+    raw = listed([whole[:10], whole[10:]])
+    other_list = entry_of(raw, PATH + ".chunks")
+    partial = sliced.store.begin(other_list)
+    assert partial is not None
+    with partial:
+        partial.write(raw)
+        partial.finish()
+    with sliced.store.open_slice(sliced.entry, sliced.chunk_list) as file:
+        for index, part in enumerate(sliced.parts):
+            file.write(index, part)
+    with sliced.store.open_slice(sliced.entry, other_list) as file:
+        file.write(0, whole[:10])
+    path = tmp_path / "peer" / "slices" / sliced.entry.sha256
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with sliced.store.open_slice(sliced.entry, other_list) as file:
+        assert file.missing([0, 1]) == [1]
+    with sliced.store.open_slice(sliced.entry, sliced.chunk_list) as file:
+        assert file.missing([0, 1, 2]) == [0, 1, 2]
+
+
 def test_only_checked_ranges_are_shared(sliced: Sliced) -> None:
     with sliced.store.open_slice(sliced.entry, sliced.chunk_list) as file:
         file.write(0, sliced.parts[0])
