@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from swarmnode.catalog.manifest import Manifest
+    from swarmnode.cluster.node_book import NodeRecord
     from swarmnode.cluster.performance import ModelCounts
     from swarmnode.roles.coordinator import Coordinator
     from swarmnode.roles.loaded_ring import LoadedRing
@@ -291,32 +292,20 @@ class Gateway:
         return {"id": (await self._coordinator.enrolment.withdraw(token_id)).id}
 
     async def remove_node(self, name: str) -> Mapping[str, Any]:
-        return self._known(await self._coordinator.remove(name))
+        return self._joined(await self._coordinator.remove(name))
 
     def _known(self) -> list[dict[str, Any]]:
         """Who joined, ever; and who founded the swarm, once another node coordinates. That one certifies itself."""
         enrolment, me = self._coordinator.enrolment, self._coordinator.context.identity.node
-        joined = [
-            {
-                "node": record.node,
-                "name": record.name,
-                "state": "removed" if record.removed_s is not None else self._whereabouts(record.node),
-                "certificate_ends": record.expires_s,
-                "removed": record.removed_s,
-            }
-            for record in enrolment.nodes
-        ]
-        return joined + [
-            {
-                "node": seat.node,
-                "name": seat.name,
-                "state": self._whereabouts(seat.node),
-                "certificate_ends": None,
-                "removed": None,
-            }
-            for seat in enrolment.founders
-            if seat.node != me
-        ]
+        founders = [self._about(seat.node, seat.name, None, None) for seat in enrolment.founders if seat.node != me]
+        return [*map(self._joined, enrolment.nodes), *founders]
+
+    def _joined(self, record: NodeRecord) -> dict[str, Any]:
+        return self._about(record.node, record.name, record.expires_s, record.removed_s)
+
+    def _about(self, node: NodeId, name: str, ends_s: float | None, removed_s: float | None) -> dict[str, Any]:
+        state = "removed" if removed_s is not None else self._whereabouts(node)
+        return {"node": node, "name": name, "state": state, "certificate_ends": ends_s, "removed": removed_s}
 
     def _whereabouts(self, node: NodeId) -> str:
         if node in self._coordinator.members:
