@@ -44,7 +44,7 @@ soak: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[peer,fastcpu,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[peer,fastcpu,dev]'
 	touch $(STAMP)
 
 clean:
