@@ -46,7 +46,7 @@ class Turns:
         self._round: set[SessionId] = set()
         """Those that had their step in the round under way."""
         self._behind_step = False
-        """A step has just ended, nothing came in between, and it was not counted as the end of a round."""
+        """A step has just ended and nothing came in between."""
         self._held_rounds = 0
         """Rounds that ended while a piece was waiting."""
         self._away: dict[SessionId, tuple[float, float]] = {}
@@ -61,9 +61,8 @@ class Turns:
         """Whether the piece that waits goes before all the steps that wait, and those that are to come."""
         if self._ends_round(waiting, now):
             self._held_rounds += 1
-            self._behind_step = False  # a round is counted once, however often is asked
-        if self._held_rounds > HELD_ROUNDS:
-            return True
+            if self._held_rounds > HELD_ROUNDS:
+                return True
         return not any(self._goes_first(*step) for step in waiting) and self.held_until_s(now) <= now
 
     def held_until_s(self, now: float) -> float:

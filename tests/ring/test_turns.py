@@ -50,16 +50,6 @@ def test_what_has_waited_for_a_piece_goes_before_the_next_whatever_else() -> Non
     assert not turns.piece_is_next(waiting(A, delayed=True), 2.0)
 
 
-def test_asking_again_ends_no_round() -> None:
-    turns = after_a_piece(10.0)
-    for session in (A, B):
-        turns.step_begins([session])
-        turns.step_ended(1.0)
-        turns.left([session], 20.0, 1.0, 0.9)
-    asked = [turns.piece_is_next(waiting(), 0.96) for _ in range(4)]
-    assert asked == [False] * 4, "both are late, and only one round ended"
-
-
 def test_what_arrived_before_a_piece_ended_has_waited_for_it() -> None:
     turns = after_a_piece()
     assert turns.arrived([A], 0.9)
