@@ -187,11 +187,12 @@ class Route:
             nursery.cancel_scope.cancel()
 
     async def _read_worker(self) -> None:
-        while (frame := await self.pipe.receive()) is not None:
-            if frame.kind == "stats":
-                self.results = unpack_body(frame.body)
-                return
-            self._to_next.post(frame)
+        while frames := await self.pipe.receive():
+            for frame in frames:
+                if frame.kind == "stats":
+                    self.results = unpack_body(frame.body)
+                    return
+                self._to_next.post(frame)
 
     async def _read_link(self, channel: Channel) -> None:
         async for frame in channel:
