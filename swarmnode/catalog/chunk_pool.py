@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+    from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
     from swarmnode.catalog.chunks import ChunkList
 
@@ -40,10 +40,11 @@ class ChunkPool:
     def __init__(self, wanted: Mapping[int, Sequence[int]], lists: Sequence[ChunkList], seed: str = "") -> None:
         order = [(file, index) for file in sorted(wanted) for index in sorted(wanted[file])]
         self._lists = lists
-        batches = list(self._batches(order))
+        self._free = dict.fromkeys(order)
         if seed:
-            batches.sort(key=lambda pieces: hashlib.sha256(f"{seed} {pieces[0]}".encode()).digest())
-        self._free = dict.fromkeys(piece for pieces in batches for piece in pieces)
+            batches = list(iter(lambda: self._batch(lambda _: True), None))
+            batches.sort(key=lambda batch: hashlib.sha256(f"{seed} {batch.pieces[0]}".encode()).digest())
+            self._free = dict.fromkeys(piece for batch in batches for piece in batch.pieces)
         self._left = set(order)
         self._has: dict[str, Mapping[int, bytes]] = {}
 
@@ -88,20 +89,6 @@ class ChunkPool:
     def give_back(self, batch: Batch) -> None:
         """What of it has not arrived is free again."""
         self._free.update(dict.fromkeys(piece for piece in batch.pieces if piece in self._left))
-
-    def _batches(self, order: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-        """`order` in runs of at most BATCH_BYTES, or of one chunk."""
-        run: list[tuple[int, int]] = []
-        size = 0
-        for file, index in order:
-            more = self._lists[file].size(index)
-            if run and (run[-1] != (file, index - 1) or size + more > BATCH_BYTES):
-                yield run
-                run, size = [], 0
-            run.append((file, index))
-            size += more
-        if run:
-            yield run
 
     def _holds(self, source: str, piece: tuple[int, int]) -> bool:
         marks = self._has.get(source, {}).get(piece[0], b"")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarmnode.compute.projections import DenseProjection, Way, timed
+from swarmnode.compute.projections import MEASURED_ELEMENTS, DenseProjection, Way, timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +31,6 @@ PAYS = 0.9
 _ROUNDS = 3
 _MEASURE_S = 0.1
 """Per shape; after it no further round begins: a load takes about a second longer for all of this."""
-_LEAST_ELEMENTS = 1 << 18
-"""Smaller weights are not worth measuring."""
 _ENOUGH_BYTES = 32 << 20
 """Weights multiplied in turn: beyond what a core caches for itself, as they are in a step."""
 
@@ -45,7 +43,7 @@ def hasten_few_rows(projections: Iterable[Projection]) -> None:
             out, inputs = projection.weight.shape
             alike.setdefault((projection.weight.dtype, out, inputs), []).append(projection)
     for (dtype, out, inputs), group in alike.items():
-        if out * inputs >= _LEAST_ELEMENTS:
+        if out * inputs >= MEASURED_ELEMENTS:
             probe = torch.zeros((max(way.rows for way in WAYS), inputs), dtype=dtype)
             turns = group[: max(1, _ENOUGH_BYTES // group[0].weight.nbytes)]
             ways = best_ways(measured(lambda way, p=probe, t=turns: _multiply(t, p, way)))  # type: ignore[misc]

@@ -31,7 +31,7 @@ GROUP = 32
 _LEVELS = 15
 _ROWS = (2, 4, 8, 16, 32, 64)
 MEASURED_ELEMENTS = 1 << 18
-"""Smaller weights are not worth measuring: they take DEFAULT_ROWS."""
+"""Smaller weights are not worth measuring: they take defaults."""
 _MEASURE_S = 0.5
 """Per shape; a measurement that takes longer ends with what it knows so far."""
 DEFAULT_ROWS = 32

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.detokenizer import IncrementalDetokenizer
     from swarmnode.compute.text import TextPipeline
     from swarmnode.ids import RequestId, RingId
+    from swarmnode.wire.frames import Post
 
 TOGETHER = 64
 """Inputs that are handled before anything is sent: more than a step has replies. A queue that never runs empty must not
@@ -59,9 +60,8 @@ class TextThread:
         ring: RingId,
         pipeline: TextPipeline,
         submit: Callable[[HeadInput], None],
-        post: Callable[..., None],
+        post: Post,
     ) -> None:
-        """`post` writes frames, those of one call together."""
         self.inbox: SimpleQueue[TextInput] = SimpleQueue()
         self._ring = ring
         self._pipeline = pipeline

@@ -26,12 +26,7 @@ from swarmnode.cluster.ring_life_messages import (
 )
 from swarmnode.cluster.roll import Roll
 from swarmnode.driver import Driver
-from swarmnode.errors import (
-    Conflict,
-    LinkBroken,
-    NotCoordinator,
-    ProtocolError,
-)
+from swarmnode.errors import Conflict, LinkBroken, NotCoordinator, ProtocolError
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.control_channels import ControlChannels
 from swarmnode.roles.dialing_back import DialBacks
@@ -46,7 +41,6 @@ from swarmnode.roles.worker_logs import LogAsks
 from swarmnode.wire.bodies import unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
-from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -66,7 +60,7 @@ if TYPE_CHECKING:
 FENCED = frozenset({"load", "unload", "link", "probe_ring"})
 """Commands that change what a node holds: they name the term they are given in."""
 HEARD_EVERY_S = 0.25
-"""How often a connection's frames count as signs of life: beats come every second, and texts with every token."""
+"""How often a connection's frames count as signs of life: texts come with every token, beats every other second."""
 LISTEN_S = 1.0
 """How often a channel is looked at for anything that came on it."""
 REQUEST_KINDS = frozenset({"accepted", "started", "text", "done", "error"})
@@ -286,9 +280,7 @@ class Coordinator:
                     self._driver.feed(Left(identity.node, identity.boot))
                 elif frame.kind == "dial_back":
                     self._refuse_second_place(identity)
-                    # what was polled or relayed comes from a tunnel's end, which may be on this machine
-                    source = channel.source if channel.route == DIRECT else ""
-                    outbox.post(await self.dial_backs.answer(identity, source))
+                    outbox.post(await self.dial_backs.answer(identity, channel.direct_source))
             nursery.cancel_scope.cancel()
 
     def _take_beat(self, identity: Identity, frame: Frame) -> None:

@@ -91,8 +91,7 @@ class Enrolment:
     @property
     def founders(self) -> Sequence[Seated]:
         """Who has a seat and never joined: the swarm's first coordinator, which certified itself."""
-        joined = {record.node for record in self.nodes}
-        return [seat for seat in self._state.seats.records() if seat.node not in joined]
+        return _founders(self._state.seats, self._state.nodes)
 
     def removed(self, node: NodeId) -> bool:
         """Whether somebody took it out for good."""
@@ -219,12 +218,16 @@ class Enrolment:
         return Frame("issued", {}, pack_body(body))
 
 
+def _founders(seats: VoterBook, nodes: NodeBook) -> Sequence[Seated]:
+    joined = {record.node for record in nodes.records()}
+    return [seat for seat in seats.records() if seat.node not in joined]
+
+
 def _list_founder(name: str, seats: VoterBook, nodes: NodeBook, now: float) -> None:
-    """The swarm's first coordinator never joined it, so nothing but its seat tells of it; it goes as others do."""
-    known: set[str] = {record.node for record in nodes.records()}
-    known |= {record.name for record in nodes.records() if record.removed_s is None}
-    for seat in seats.records():
-        if name in (seat.node, seat.name) and not {seat.node, seat.name} & known:
+    """Nothing but its seat tells of a founder; it goes as others do."""
+    taken = {record.name for record in nodes.records() if record.removed_s is None}
+    for seat in _founders(seats, nodes):
+        if name in (seat.node, seat.name) and seat.name not in taken:
             nodes.issued(seat.node, seat.name, now + certs.NODE_DAYS * DAY_S)
 
 

@@ -53,6 +53,7 @@ class Gateway:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._rings = coordinator.rings
         self._performance = Performance()
 
     # models
@@ -65,7 +66,7 @@ class Gateway:
 
     def _card(self, manifest: Manifest) -> ModelCard:
         arch = manifest.architecture
-        ring = self._coordinator.rings.of_model(manifest.model_id)
+        ring = self._rings.of_model(manifest.model_id)
         context = arch.context_tokens if ring is None else ring.context_tokens
         defaults = manifest.sampling
         return ModelCard(
@@ -88,11 +89,11 @@ class Gateway:
         )
 
     def _state(self, model: ModelId) -> str:
-        ring = self._coordinator.rings.of_model(model)
-        if self._coordinator.rings.restoring.error(model, ring) is not None:
+        ring = self._rings.of_model(model)
+        if self._rings.restoring.error(model, ring) is not None:
             return "restoring"
         if ring is None:
-            ended = self._coordinator.rings.ended(model)
+            ended = self._rings.ended(model)
             return ended.state if ended is not None and ended.error is not None else "available"
         return ring.state
 
@@ -105,7 +106,7 @@ class Gateway:
 
     async def load(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        ring = self._coordinator.rings.of_model(model_id)
+        ring = self._rings.of_model(model_id)
         again = ring is not None and ring.state == "loading" and self._state(model_id) == "restoring"
         if ring is not None and ring.state != "ready" and not again:
             raise Conflict(f"{model} is {ring.state} (ring epoch {ring.epoch}); wait until that is over")
@@ -113,13 +114,13 @@ class Gateway:
             how = f"over {len(ring.specs)} stages in {ring.dtype} (ring epoch {ring.epoch})"
             raise Conflict(f"{model} is loaded {how}; unload it first")
         if ring is None:
-            ring = await self._coordinator.rings.load(model_id, options)
-        self._coordinator.rings.restoring.join(ring)
+            ring = await self._rings.load(model_id, options)
+        self._rings.restoring.join(ring)
         if options.wait:
             await ring.settled.wait()
             if ring.error is not None:
                 await ring.over.wait()
-            await self._coordinator.rings.keep()  # what is answered outlives this process
+            await self._rings.keep()  # what is answered outlives this process
             if ring.error is not None:
                 kind = type(ring.error) if isinstance(ring.error, LoadFailed) else LoadFailed
                 raise kind(f"{model} did not load: {ring.error.message}")
@@ -127,18 +128,17 @@ class Gateway:
 
     def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        planned, leaving = self._coordinator.rings.plan(model_id, options)
+        planned, leaving = self._rings.plan(model_id, options)
         return plan_report(planned) | {"evicts": [ring.model for ring in leaving]}
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
         """Its memory on every peer comes back; nor is it loaded again."""
-        coordinator = self._coordinator
-        model_id = coordinator.registry.get(model).model_id
-        coordinator.rings.restoring.forget(model_id)
-        if (ring := coordinator.rings.of_model(model_id)) is not None:
+        model_id = self._coordinator.registry.get(model).model_id
+        self._rings.restoring.forget(model_id)
+        if (ring := self._rings.of_model(model_id)) is not None:
             await ring.unload(force=force)
-        coordinator.rings.looked_after(model_id)
-        await coordinator.rings.keep()
+        self._rings.looked_after(model_id)
+        await self._rings.keep()
         return self.status(model)
 
     async def remove(self, model: str, *, force: bool = False) -> Mapping[str, Any]:
@@ -150,20 +150,20 @@ class Gateway:
         except ModelNotFound:
             if (left := coordinator.registry.left_over(model)) is None:
                 raise
-            await coordinator.rings.delete_files(left)
+            await self._rings.delete_files(left)
             return {"id": left.id, "removed": True}
-        ring, state = coordinator.rings.of_model(manifest.model_id), self._state(manifest.model_id)
+        ring, state = self._rings.of_model(manifest.model_id), self._state(manifest.model_id)
         if not force and (ring is not None or state == "restoring"):
             unload = f"`swarmnode model-unload {model}`"
             raise Conflict(f"{model} is {state}; unload it first with {unload}, or remove it all the same with --force")
-        await coordinator.rings.forget_model(manifest)
+        await self._rings.forget_model(manifest)
         return {"id": manifest.id, "removed": True}
 
     # what is going on
 
     def status(self, model: str) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
-        ring = self._coordinator.rings.of_model(model_id)
+        ring = self._rings.of_model(model_id)
         about: dict[str, Any] = {"stages": [], **self._condition(model_id)}
         if ring is not None:
             about |= self._ring_status(ring) | {"left_out": left_out_report(ring.plan)}
@@ -171,8 +171,8 @@ class Gateway:
 
     def _condition(self, model: ModelId) -> dict[str, Any]:
         """Of a model that is loaded, was, or is to be again."""
-        ring, restoring = self._coordinator.rings.of_model(model), self._coordinator.rings.restoring
-        shown = ring or self._coordinator.rings.ended(model)
+        ring, restoring = self._rings.of_model(model), self._rings.restoring
+        shown = ring or self._rings.ended(model)
         error = restoring.error(model, ring) or (shown.error if shown is not None else None)
         return {
             "id": model,
@@ -205,7 +205,7 @@ class Gateway:
             {"node": row.node, "name": row.name, "state": AWAITED, "address": row.address or None}
             for row in coordinator.awaited
         ]
-        present = list(coordinator.rings.running.values())
+        present = list(self._rings.running.values())
         rings = [{**self._condition(ModelId(ring.model)), **self._ring_status(ring)} for ring in present]
         return {
             "coordinator": me,
@@ -225,9 +225,8 @@ class Gateway:
 
     def _lost(self) -> list[ModelId]:
         """Models without a ring that nobody unloaded: those that failed, and those that are to be loaded again."""
-        coordinator = self._coordinator
-        present = {ring.model for ring in coordinator.rings.running.values()}
-        return sorted({*coordinator.rings.failed(), *coordinator.rings.restoring.waiting(present)})
+        present = {ring.model for ring in self._rings.running.values()}
+        return sorted({*self._rings.failed(), *self._rings.restoring.waiting(present)})
 
     def _carried(self) -> dict[str, int]:
         """Links that do not go straight."""
@@ -253,7 +252,7 @@ class Gateway:
 
     def _in_use(self, node: NodeId) -> dict[str, Any]:
         """The device and threads of a stage that is loaded on a node; its beats only know what it was told."""
-        for ring in self._coordinator.rings.running.values():
+        for ring in self._rings.running.values():
             stage = ring.stage_of(node)
             ready = ring.ready.get(stage) if stage is not None else None
             if ready is not None and ready.device is not None:
@@ -323,7 +322,7 @@ class Gateway:
         self._coordinator.registry.get(request.model)  # only known models are counted
         with counted(self._performance, number, request.model) as note:
             ring = self._serving_ring(request.model)
-            with self._coordinator.rings.lifecycle.in_use(ring):
+            with self._rings.lifecycle.in_use(ring):
                 stream = ring.open(number, _open_body(request))
                 try:
                     async with aclosing(_events(stream, ring, note)) as events:
@@ -332,8 +331,8 @@ class Gateway:
                     ring.close(stream)
 
     def _serving_ring(self, model: ModelId) -> LoadedRing:
-        ring = self._coordinator.rings.of_model(model)
-        lost = self._coordinator.rings.restoring.error(model, ring)
+        ring = self._rings.of_model(model)
+        lost = self._rings.restoring.error(model, ring)
         if lost is not None:
             raise ModelRestoring(f"{model} was lost ({lost.message}) and is being loaded again; try again later")
         if ring is None:

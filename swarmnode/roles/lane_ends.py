@@ -204,11 +204,10 @@ class _Noting:
 
     def send_nowait(self, *frames: Frame) -> None:
         compression = self._lane.compression
-        wanted = [compression.wants(frame) for frame in frames]
-        if any(wants and len(frame.body) > INLINE_BYTES for frame, wants in zip(frames, wanted, strict=True)):
+        asked = [(frame, compression.wants(frame)) for frame in frames]
+        if any(wants and len(frame.body) > INLINE_BYTES for frame, wants in asked):
             raise Overloaded("to be compressed in a thread first")  # `send` follows
-        packed = [compression.apply(f) if wants else f for f, wants in zip(frames, wanted, strict=True)]
-        ready = [self._lane.prepared(frame) for frame in packed]
+        ready = [self._lane.prepared(compression.apply(frame) if wants else frame) for frame, wants in asked]
         self._channel.send_nowait(*ready)
         for frame in ready:
             self._lane.sent(frame)

@@ -17,7 +17,6 @@ from swarmnode.wire.address import Address, ApiUrl, parse_address, parse_place
 from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
-from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -157,8 +156,7 @@ class Seats:
                 return None
             if not self._admits and self._state.seats.get(record.node) is None:
                 raise Forbidden("this swarm takes no more voters (SWARM_ADMIT_VOTERS=0 at the coordinator)")
-            # what was polled or relayed comes from a tunnel's end, which may be on this machine
-            await self._check(places, record.node, channel.source if channel.route == DIRECT else "")
+            await self._check(places, record.node, channel.direct_source)
             return await self._seat(record, own_request(record.node, body))
         except SwarmError as error:
             self._emit("seat_refused", {"name": hello.identity.name, "why": error.message})

@@ -33,13 +33,14 @@ from swarmnode.wire.frames import Frame
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from swarmnode.catalog.store import ShardStore
     from swarmnode.ring.messages import Epoch
     from swarmnode.roles.context import NodeContext, PeerResources
     from swarmnode.roles.load_spec import LoadSpec
+    from swarmnode.wire.frames import Post
     from swarmnode.wire.link import Channel, Hello
 
 RING_KINDS = frozenset({"piece", "piece_done", "group", "tokens", "end", "ended", "failed", "probe", "drop", "reset"})
@@ -63,9 +64,9 @@ class StageHost:
         spec: LoadSpec,
         resources: PeerResources,
         store: ShardStore,
-        post: Callable[..., None],
+        post: Post,
     ) -> None:
-        """`post` sends the coordinator frames, those of one call in one write where they are small."""
+        """`post` goes to the coordinator."""
         self.spec = spec
         self.gauges: dict[str, Any] = {}
         self.phase = "starting"

@@ -28,7 +28,6 @@ from swarmnode.cluster.election_messages import (
 from swarmnode.errors import Conflict, NoSpace, NotCoordinator, ProtocolError
 from swarmnode.roles.voter_links import VoterLinks
 from swarmnode.wire.nursery import open_flat_nursery
-from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -186,7 +185,7 @@ class Voting:
         certified = channel.certified
         if certified is not None and "coordinator" not in certified.roles:
             raise ProtocolError(f"node {certified.node:.8} is not certified to coordinate")
-        caller = Caller(hello.identity, channel.source if channel.route == DIRECT else "")
+        caller = Caller(hello.identity, channel.direct_source)
         self.callers[hello.identity.node] = caller
         try:
             await self._links.serve(hello.identity.node, channel)

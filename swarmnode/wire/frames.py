@@ -7,7 +7,7 @@ with bytes that really came. The body is never looked at; routing reads the head
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -32,6 +32,12 @@ class Frame:
     body: Buffer = b""
     checked: bool = field(default=False, compare=False, repr=False)
     """The header came in and was held against the table then: who only passes the frame on need not do so again."""
+
+
+class Post(Protocol):
+    """Sends some frames without waiting, those of one call in one write where they are small."""
+
+    def __call__(self, *frames: Frame) -> None: ...
 
 
 def encode(frame: Frame) -> tuple[bytes, Buffer]:

@@ -115,6 +115,12 @@ class Channel(ABC):
     """On the listener's side: the address that the connection came from."""
 
     @property
+    def direct_source(self) -> str:
+        """`source` where it is the other end's own: what was relayed or polled comes from a tunnel's end, which may be
+        on this machine."""
+        return self.source if self.route == DIRECT else ""
+
+    @property
     def heard_bytes(self) -> int:
         """Bytes that came from the other end. They grow for as long as it lives and something goes either way: on a
         link with credit, who only reads is heard by the credit that it gives."""

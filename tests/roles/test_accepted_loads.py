@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from swarmnode.wire.frames import Frame
@@ -71,6 +73,14 @@ class House:
         beat = Beat(memory_bytes=4 << 30, device="cpu", threads=1, stages=[])
         self.peer = Member(identity, trio.CancelScope(), outbox=outbox, beat=beat)
 
+    @asynccontextmanager
+    async def coordinating(self, *, loads: bool = False) -> AsyncIterator[House]:
+        self.loads = loads
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.coordinator.run)
+            yield self
+            nursery.cancel_scope.cancel()
+
     def join(self) -> None:
         self.coordinator.members[PEER] = self.peer
         self.coordinator.rings.restoring.room_changed()
@@ -98,48 +108,35 @@ class House:
 async def test_a_load_that_was_answered_is_finished_by_the_next_coordinator(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path)
-        await nursery.start(house.coordinator.run)
+    async with House(tmp_path).coordinating() as house:
         house.join()
         status = await house.gateway.load(MODEL, LoadOptions(dtype="bfloat16"))
         assert (status["state"], house.state.rings) == ("loading", ())
-        nursery.cancel_scope.cancel()
-    async with trio.open_nursery() as nursery:
-        successor = House(tmp_path)
-        successor.loads = True
-        await nursery.start(successor.coordinator.run)
+    async with House(tmp_path).coordinating(loads=True) as successor:
         assert successor.told == "restoring"
         successor.join()
         await trio.sleep(60)
         assert successor.told == "ready"
         (ring,) = successor.coordinator.rings.running.values()
         assert (ring.dtype, ring.epoch, len(successor.state.rings)) == ("bfloat16", 2, 1)
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_load_that_cannot_be_written_down_is_taken_back(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path)
-        await nursery.start(house.coordinator.run)
+    async with House(tmp_path).coordinating() as house:
         house.join()
         house.replica.full = True
         with pytest.raises(NoSpace):
             await house.gateway.load(MODEL, LoadOptions())
         assert (house.coordinator.rings.running, house.told) == ({}, "available")
-        nursery.cancel_scope.cancel()
 
 
 async def test_what_was_to_make_room_stays_where_the_load_cannot_be_written_down(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
     write_scripted_servable(tmp_path / "models", "old", {"default": [1]}, layers=2, stages=1)
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path, SWARM_MAX_LOADED_MODELS="1")
-        house.loads = True
-        await nursery.start(house.coordinator.run)
+    async with House(tmp_path, SWARM_MAX_LOADED_MODELS="1").coordinating(loads=True) as house:
         house.join()
         await house.gateway.load("old", LoadOptions(wait=True))
         (old,) = house.coordinator.rings.running.values()
@@ -153,16 +150,13 @@ async def test_what_was_to_make_room_stays_where_the_load_cannot_be_written_down
         await house.gateway.load(MODEL, LoadOptions(wait=True))
         assert (house.gateway.status("old")["state"], house.told) == ("available", "ready")
         assert [desired["model"] for desired in house.state.desired] == [MODEL]
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_load_that_failed_is_not_tried_by_the_next_coordinator(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
     """Not even where its peers have not given their memory back by then."""
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path)
-        await nursery.start(house.coordinator.run)
+    async with House(tmp_path).coordinating() as house:
         house.join()
         await house.gateway.load(MODEL, LoadOptions())
         (ring,) = house.coordinator.rings.running.values()
@@ -171,21 +165,15 @@ async def test_a_load_that_failed_is_not_tried_by_the_next_coordinator(
         ring.feed(StageDown(0, "load_failed", "out of memory"))
         await trio.sleep(1)
         assert (ring.state, ring.over.is_set(), house.state.desired) == ("failed", False, ())
-        nursery.cancel_scope.cancel()
-    async with trio.open_nursery() as nursery:
-        successor = House(tmp_path)
-        await nursery.start(successor.coordinator.run)
+    async with House(tmp_path).coordinating() as successor:
         assert successor.told == "available"
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_ring_that_is_up_is_written_down_as_soon_as_the_disk_takes_it(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
     """Whoever coordinates next would unload it otherwise."""
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path)
-        await nursery.start(house.coordinator.run)
+    async with House(tmp_path).coordinating() as house:
         house.join()
         await house.gateway.load(MODEL, LoadOptions())
         house.replica.full = True
@@ -196,15 +184,12 @@ async def test_a_ring_that_is_up_is_written_down_as_soon_as_the_disk_takes_it(
         house.replica.full = False
         await trio.sleep(KEEP_AGAIN_S)
         assert [record["stages"][0]["spec"]["ring"] for record in house.state.rings] == [ring.ring]
-        nursery.cancel_scope.cancel()
 
 
 async def test_ring_epochs_go_on_where_the_coordinator_before_left_no_ring(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path)
-        await nursery.start(house.coordinator.run)
+    async with House(tmp_path).coordinating() as house:
         house.join()
         for _ in range(3):
             with pytest.raises(LoadRefused):
@@ -214,30 +199,23 @@ async def test_ring_epochs_go_on_where_the_coordinator_before_left_no_ring(
         with pytest.raises(Conflict, match=r"scripted is loading \(ring epoch 1\); wait"):
             await house.gateway.load(MODEL, LoadOptions())
         await house.gateway.unload(MODEL, force=True)
-        nursery.cancel_scope.cancel()
-    async with trio.open_nursery() as nursery:
-        successor = House(tmp_path)
-        successor.loads = True
-        await nursery.start(successor.coordinator.run)
+    async with House(tmp_path).coordinating(loads=True) as successor:
         successor.join()
         assert (await successor.gateway.load(MODEL, LoadOptions(wait=True)))["epoch"] == 2
         with pytest.raises(Conflict, match=r"over 1 stages in \w+ \(ring epoch 2\); unload it first"):
             await successor.gateway.load(MODEL, LoadOptions(num_stages=2))
-        nursery.cancel_scope.cancel()
 
 
 async def test_what_no_node_that_comes_back_can_help_is_refused_for_good(
     tmp_path: Path, writes_in_place: None, autojump_clock: object
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        house = House(tmp_path)
-        house.coordinator.enrolment.removed = lambda _: False  # type: ignore[method-assign]
-        rows = (Row(NodeId("den"), "den", "", NodeState.ALIVE),)
-        house.coordinator.context.known.take(Update((1, 1), 0, Heading("x"), rows), 0.0)
-        await nursery.start(house.coordinator.run)
+    house = House(tmp_path)
+    house.coordinator.enrolment.removed = lambda _: False  # type: ignore[method-assign]
+    rows = (Row(NodeId("den"), "den", "", NodeState.ALIVE),)
+    house.coordinator.context.known.take(Update((1, 1), 0, Heading("x"), rows), 0.0)
+    async with house.coordinating():
         house.join()
         with pytest.raises(LoadRefused):
             await house.gateway.load(MODEL, LoadOptions(num_stages=99))
         with pytest.raises(MembersAwaited):
             await house.gateway.load(MODEL, LoadOptions(num_stages=2))
-        nursery.cancel_scope.cancel()

@@ -53,7 +53,7 @@ class House:
             Identity(HOUSE, BootId("b"), "house"), MemoryNetwork(), read_settings(folder / "data", environ={})
         )
         context = replace(context, emit=self.note)
-        nobody = SimpleNamespace(nodes=[], removed=lambda _: False)
+        nobody = SimpleNamespace(nodes=[], founders=[], removed=lambda _: False)
         self.coordinator = Coordinator(context, Registry(root), cast("Any", nobody))
         self.gateway = Gateway(self.coordinator)
         for name, node in (("quick", QUICK), ("slow", SLOW), ("spare", SPARE)):

@@ -128,7 +128,7 @@ async def test_status_says_what_of_a_lane_was_relayed(ring: LoadedRing) -> None:
     ring.take_links(
         0, [LaneLink(lane="act", route="relayed", frames=2, bytes=900), LaneLink(lane="pre", route="direct")]
     )
-    coordinator: Any = SimpleNamespace(context=SimpleNamespace(traffic=traffic))
+    coordinator: Any = SimpleNamespace(context=SimpleNamespace(traffic=traffic), rings=None)
     status = Gateway(cast("Any", coordinator))._ring_status(ring)
     act, pre = status["stages"][0]["links"]
     assert (act["frames"], act["bytes"], act["relayed_frames"], act["relayed_bytes"]) == (2, 900, 4, 1050)

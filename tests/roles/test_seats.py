@@ -25,7 +25,6 @@ from swarmnode.wire.bodies import pack_body, unpack_body
 from swarmnode.wire.direct import DirectTransport
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import Identity
-from swarmnode.wire.routes import DIRECT
 from swarmnode.wire.tls import SwarmTls
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class House:
         hello: Any = SimpleNamespace(
             identity=Identity(self.attic.node, BootId("b"), "attic", ("peer",), listen=(str(self.at),))
         )
-        channel: Any = SimpleNamespace(source=source, route=DIRECT, certified=None)
+        channel: Any = SimpleNamespace(direct_source=source, certified=None)
         body = {"places": list(places), "request": certs.new_request(self.attic.key)}
         return await self.seats.stand(hello, channel, Frame("stand", {}, pack_body(body)))
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from swarmnode.cluster.voter_book import Seated
     from swarmnode.wire.link import Channel
 
 ATTIC = Identity(NodeId("a" * 32), BootId("boot of attic"), "attic", ("peer",), incarnation=1)
@@ -39,6 +40,7 @@ class EverybodysEnrolment:
 
     def __init__(self) -> None:
         self.nodes = [NodeRecord(ATTIC.node, ATTIC.name, math.inf)]
+        self.founders: list[Seated] = []
 
     async def note_name(self, node: NodeId, name: str) -> None:
         await trio.lowlevel.checkpoint()

@@ -365,12 +365,13 @@ async def test_a_peer_that_lies_leaves_or_stalls_costs_time_and_nothing_else(
         nursery.cancel_scope.cancel()
 
 
+async def slow(frame: Frame) -> Frame:
+    await trio.sleep(0.3 if frame.kind == "data" else 0)
+    return frame
+
+
 async def test_a_slow_peer_does_not_hold_the_load(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator takes over what it was to give."""
-
-    async def slow(frame: Frame) -> Frame:
-        await trio.sleep(0.3 if frame.kind == "data" else 0)
-        return frame
 
     monkeypatch.setattr(slice_client, "PATIENCE_S", 0.02)
     async with trio.open_nursery() as nursery:
@@ -396,10 +397,6 @@ async def test_a_chunk_that_is_altered_on_the_coordinators_disk_comes_from_a_pee
     swarm: Swarm, tensor: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow one, so that the coordinator is asked for it too."""
-
-    async def slow(frame: Frame) -> Frame:
-        await trio.sleep(0.3 if frame.kind == "data" else 0)
-        return frame
 
     monkeypatch.setattr(slice_client, "PATIENCE_S", 0.02)
     async with trio.open_nursery() as nursery:
