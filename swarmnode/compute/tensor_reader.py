@@ -37,6 +37,8 @@ class TensorReader:
         self.total = 0
         self._dtype, self.device, self._merge = dtype, device, merge
         self._progress, self._done, self._reported_s = progress, 0, 0.0
+        self._again_bytes = 0
+        """Of what is read next: they are counted already."""
         self._staging = memoryview(bytearray())
 
     def read(self, parts: tuple[Part, ...], shape: tuple[int, ...], room: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,14 +49,14 @@ class TensorReader:
         return whole
 
     def read_rows(self, source: Stored, begin: int, end: int, again: bool = False) -> torch.Tensor:
-        """Rows begin … end-1 of a matrix that is stored whole, counted anew if they are read `again`; raises as `read`
-        does."""
+        """Rows begin … end-1 of a matrix that is stored whole; what is read `again` is not counted again, so that the
+        count never goes back. Raises as `read` does."""
         entry = source.entry
         row_bytes, shape = entry.size_bytes // entry.shape[0], (end - begin, *entry.shape[1:])
         there = entry.begin + begin * row_bytes
         rows = replace(entry, shape=shape, begin=there, end=there + (end - begin) * row_bytes)
         if again:
-            self._done -= rows.size_bytes
+            self._again_bytes = rows.size_bytes
         return self.read((Part(replace(source, entry=rows)),), shape)
 
     def read_bytes(self, source: Stored) -> torch.Tensor:
@@ -84,7 +86,9 @@ class TensorReader:
             if not count:
                 raise LoadFailed(f"tensor {name!r} ends early; fetch the stage's files again")
             view = view[count:]
-            self._done += count
+            again = min(count, self._again_bytes)
+            self._again_bytes -= again
+            self._done += count - again
             self._report_sometimes()
 
     def _convert(self, file: BinaryIO, flat: torch.Tensor, stored: torch.dtype, name: str) -> None:
