@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sims.members import Answered, Beat, Host, MembersWorld, Sent, Weather
+from sims.member_frames import Answered, Beat, Sent, Weather
+from sims.members import MembersWorld
 from sims.report import percentile
 from swarmnode.cluster.membership import NodeState, StateChanged
 from swarmnode.ids import NodeId
@@ -19,6 +20,7 @@ from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame, encode_bytes
 
 if TYPE_CHECKING:
+    from sims.member_hosts import Host
     from swarmnode.cluster.member_table import Mark
 
 JOIN_S = 30.0

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sims.members import MembersWorld, Weather, returns_under_cut, torture
+from sims.member_frames import Weather
+from sims.member_torture import returns_under_cut, torture
+from sims.members import MembersWorld
 from sims.timeline import Stuck, Violation
 from swarmnode.cluster.member_table import KnownMembers
 from swarmnode.cluster.membership import Late, Membership, NodeState
