@@ -32,7 +32,7 @@ RETRY_MOST_S = 2.0
 
 LOOK_S = 0.5
 ENTRY_BYTES_PER_S = 16 << 10
-"""A line slower than this serves no model: an entry is not given up while it may still be on its way."""
+"""A line slower than this serves no model: a part of an entry is not given up while it may still be on its way."""
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class VoterLinks:
 
 class Unanswered:
     """How long one link's other end may take to say anything: about as long as a coordinator does without a majority,
-    and what an entry needs to get there. The kernel takes six times that to give up a link that was cut."""
+    and what a part of an entry needs to get there. The kernel takes six times that to give up a link that was cut."""
 
     def __init__(self) -> None:
         self.ends_s = math.inf
@@ -136,8 +136,8 @@ class Unanswered:
         """Of several the first counts."""
         if self.ends_s == math.inf:
             self.ends_s = now + QUORUM_S
-        if isinstance(message, Append) and message.entry is not None:
-            self.ends_s += len(message.entry.document) / ENTRY_BYTES_PER_S
+        if isinstance(message, Append) and message.part is not None:
+            self.ends_s += len(message.part.data) / ENTRY_BYTES_PER_S
 
     def heard(self) -> None:
         self.ends_s = math.inf

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from swarmnode.wire.link import Channel, Hello, Identity
 
 WRITE_S = 2 * QUORUM_S
-"""A coordinator that has no majority has stepped down by then."""
+"""A coordinator that has no majority has stepped down by then, unless it is still sending."""
+WRITE_BYTES_PER_S = 64 << 10
+"""What each other voter takes of a document where two of them are behind 1 Mbit/s: waited for on top of WRITE_S."""
 DISK_RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -165,13 +167,13 @@ class Voting:
         if refused := next((event for event in events if isinstance(event, ProposalRefused)), None):
             raise (Conflict if self.coordinates else NotCoordinator)(refused.why)
         mark = (self.term, expected + 1)
-        with trio.move_on_after(WRITE_S):
+        with trio.move_on_after(WRITE_S + len(document) / WRITE_BYTES_PER_S):
             while self._election.committed < mark and self.term == mark[0] and self.coordinates:
                 await self._changed.wait()
         if self.term != mark[0] or self._election.committed < mark:
             raise NotCoordinator(
-                "no majority of the voters answered, so another one may coordinate now; whether the change is kept "
-                "shows there"
+                "no majority of the voters took the change in time, so another one may coordinate now; whether it is "
+                "kept shows there"
             )
 
     async def seat(self, nodes: frozenset[NodeId]) -> None:

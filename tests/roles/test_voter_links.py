@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from swarmnode.cluster.election import HEARTBEAT_S, QUORUM_S
-from swarmnode.cluster.election_messages import Append, Appended, Entry
+from swarmnode.cluster.election_messages import Append, Appended, Part
+from swarmnode.cluster.entry_parts import PART_BYTES
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.vote_codec import to_frame
 from swarmnode.roles.voter_links import ENTRY_BYTES_PER_S, LOOK_S, RETRY_MOST_S, VoterLinks
@@ -102,12 +103,13 @@ async def test_a_link_on_which_nothing_is_asked_is_left_alone(
     nursery.cancel_scope.cancel()
 
 
-async def test_an_entry_may_take_as_long_as_a_slow_line_needs_for_it(
+async def test_a_part_of_an_entry_may_take_as_long_as_a_slow_line_needs_for_it(
     other: Other, nursery: trio.Nursery, autojump_clock: object
 ) -> None:
-    other.late_s = 4 * QUORUM_S
-    document = bytes(int(ENTRY_BYTES_PER_S * other.late_s))
-    other.links.post(B, Append(1, MARK, (0, 0), Entry(1, 1, (A, B), document)))
+    other.late_s = PART_BYTES / ENTRY_BYTES_PER_S
+    assert other.late_s > QUORUM_S
+    data = bytes(PART_BYTES)
+    other.links.post(B, Append(1, MARK, (0, 0), Part((A, B), 0, 2 * len(data), data)))
     await trio.sleep(other.late_s + 1)
     assert (len(other.came_s), other.answered) == (1, 1)
     nursery.cancel_scope.cancel()
