@@ -13,7 +13,7 @@ import trio
 from swarmnode.cluster.election import QUORUM_S
 from swarmnode.cluster.election_messages import Append
 from swarmnode.cluster.reconnecting import wait_s
-from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError
 from swarmnode.roles.vote_codec import from_frame, to_frame
 from swarmnode.wire.dialing import Way, dial_best
 from swarmnode.wire.nursery import open_flat_nursery
@@ -44,10 +44,13 @@ class VoterLinks:
         self,
         ways: Callable[[NodeId, Sequence[str]], Sequence[Way[Channel]]],
         take: Callable[[NodeId, VoterMessage], Awaitable[None]],
+        removed: Callable[[NodeRemoved], None],
     ) -> None:
-        """`ways` are those that lead to a node's places; `take` gets what comes from it."""
+        """`ways` are those that lead to a node's places; `take` gets what comes from it. `removed` is called where one
+        refuses this node for good."""
         self._ways = ways
         self._take = take
+        self._removed = removed
         self._dialed: dict[NodeId, _Dialed] = {}
         self._answering: dict[NodeId, trio.MemorySendChannel[VoterMessage]] = {}
         """By node that dialled this one: what goes back to it."""
@@ -100,6 +103,8 @@ class VoterLinks:
                     async with dial_best(self._ways(node, dialed.places)) as link:
                         attempt, dialed.up = 0, True
                         await self._exchange(node, link.up, dialed.waiting, Unanswered())
+                except NodeRemoved as error:
+                    self._removed(error)
                 except SwarmError as error:
                     _log.debug("the link to voter %s: %s", node[:8], error)
                 finally:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from swarmnode.cluster.election_messages import ElectionEvent, Entry, VoterMessage
+    from swarmnode.errors import NodeRemoved
     from swarmnode.ids import NodeId
     from swarmnode.roles.ballot import Ballot
     from swarmnode.wire.dialing import Way
@@ -84,9 +85,11 @@ class Voting:
         self._places_in = places_in
         stored = ballot.read((node,) if begins else ())
         self._election = Election(node, stored, clock(), random.Random().random)
-        self._links = VoterLinks(ways, self._arrived)
+        self._links = VoterLinks(ways, self._arrived, self._refused)
         self.callers: dict[NodeId, Caller] = {}
         """The nodes that may coordinate, too, and have dialled this one; a voter that moved is known by it alone."""
+        self.removed: NodeRemoved | None = None
+        """What another voter refused this one with: it was removed from the swarm."""
         self._one_at_a_time = trio.Lock()
         self._changed = trio.Event()
         self._seated: frozenset[NodeId] = frozenset()
@@ -195,6 +198,10 @@ class Voting:
             if self.callers.get(hello.identity.node) is caller:
                 del self.callers[hello.identity.node]
 
+    def _refused(self, error: NodeRemoved) -> None:
+        self.removed = error
+        self._tell_changed()
+
     async def _arrived(self, sender: NodeId, message: VoterMessage) -> None:
         with suppress(NoSpace):  # then it is not answered, as if it were lost
             await self._carry_out(Arrived(sender, message))
@@ -214,9 +221,12 @@ class Voting:
                     raise NoSpace(f"the swarm's document cannot be written: {error}") from error
                 events = self._election.events()
                 self._follow_document()
-                self._changed.set()
-                self._changed = trio.Event()
+                self._tell_changed()
         return events
+
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
 
     async def _give(self, message: ElectionInput | None) -> None:
         if message is None:
