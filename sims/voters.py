@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -16,6 +17,7 @@ from sims import timeline
 from sims.timeline import Stuck, Timeline, Violation
 from swarmnode.cluster.election import Election
 from swarmnode.cluster.election_messages import (
+    Append,
     Arrived,
     Committed,
     Elected,
@@ -38,6 +40,10 @@ from swarmnode.ids import NodeId
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from swarmnode.cluster.election_messages import VoterMessage
+
+FRAME_BYTES = 200
+"""Of a message without a document, about, TLS and HTTP/2 included."""
 LATE_COMMAND_S = 5.0
 """A command's mean way to a peer: long enough that elections overtake it."""
 
@@ -48,6 +54,8 @@ class Weather(timeline.Weather):
 
     crash_after_write: float = 0.02
     """Share of writes to disk after which the machine restarts at once: the worst moment for what it only remembers."""
+    uplink_bytes_per_s: float = math.inf
+    """Of every machine; what it sends stands in line there."""
 
 
 @dataclass(slots=True)
@@ -75,7 +83,9 @@ class VotersWorld(Timeline):
         *,
         machine: type[Election] = Election,
         fence: type[Fence] = Fence,
+        document_bytes: int = 0,
     ) -> None:
+        """`document_bytes`: the document has at least so many."""
         super().__init__()
         self.random = Random(seed)
         self.weather = weather or Weather()
@@ -91,7 +101,11 @@ class VotersWorld(Timeline):
         self.peer = fence(voted=lambda: self.voters[self.obeying].disk.term)
         self.obeyed: list[int] = []
         """The terms of the commands it carried out."""
-        first = Entry(0, 1, tuple(names), _document(set()))
+        self.document_bytes = document_bytes
+        self.delivered_bytes = 0
+        """Of documents."""
+        self._uplink_free_s: dict[NodeId, float] = {}
+        first = Entry(0, 1, tuple(names), self._document(set()))
         self.voters = {name: Voter(name, Stored(0, None, first)) for name in names}
         self.cut: set[tuple[NodeId, NodeId]] = set()
         """Ways that lead nowhere now, each in one direction."""
@@ -131,7 +145,7 @@ class VotersWorld(Timeline):
         self.crash(node)
         self.disks_lost += 1
         self.lost.add(node)
-        self.voters[node].disk = Stored(0, None, Entry(0, 0, (), _document(set())))
+        self.voters[node].disk = Stored(0, None, Entry(0, 0, (), self._document(set())))
         self.start(node)
 
     def readmit(self) -> None:
@@ -192,7 +206,7 @@ class VotersWorld(Timeline):
             entry = election.entry
             self._waiting[voter.node][number] = entry.version + 1
             self._command(election.term)
-            self._receive(voter, Propose(_document(_numbers(entry.document) | {number}), entry.version))
+            self._receive(voter, Propose(self._document(_numbers(entry.document) | {number}), entry.version))
             return True
         return False
 
@@ -235,16 +249,25 @@ class VotersWorld(Timeline):
 
     def _send(self, sender: NodeId, effect: SendTo) -> None:
         arrived = Arrived(sender, effect.message)
+        sent_s = self._leaves_s(sender, effect.message)
         for way_s in self.weather.ways_s(self.random):
             if way_s is None:
                 self.faults += 1
             else:
-                self.at(self.now_s + way_s, lambda: self._deliver(effect.node, arrived))
+                self.at(sent_s + way_s, lambda: self._deliver(effect.node, arrived))
+
+    def _leaves_s(self, sender: NodeId, message: VoterMessage) -> float:
+        """When the last byte is on its way: what was sent before is in front."""
+        free_s = max(self.now_s, self._uplink_free_s.get(sender, 0.0))
+        free_s += (FRAME_BYTES + _part_bytes(message)) / self.weather.uplink_bytes_per_s
+        self._uplink_free_s[sender] = free_s
+        return free_s
 
     def _deliver(self, node: NodeId, arrived: Arrived) -> None:
         voter = self.voters.get(node)
         if voter is None or voter.election is None or (arrived.sender, node) in self.cut:
             return
+        self.delivered_bytes += _part_bytes(arrived.message)
         if voter.paused:
             voter.asleep.append(arrived)
         else:
@@ -281,6 +304,9 @@ class VotersWorld(Timeline):
         if deadline_s is not None:
             self.at(max(deadline_s, self.now_s), lambda: self._tick(voter, timer))
 
+    def _document(self, numbers: set[int]) -> bytes:
+        return json.dumps(sorted(numbers)).encode().ljust(self.document_bytes)
+
     # promises
 
     def _happened(self, voter: Voter, event: ElectionEvent) -> None:
@@ -313,16 +339,21 @@ class VotersWorld(Timeline):
                 self.acknowledged.add(number)
 
 
-def _document(numbers: set[int]) -> bytes:
-    return json.dumps(sorted(numbers)).encode()
+def _part_bytes(message: VoterMessage) -> int:
+    return len(message.part.data) if isinstance(message, Append) and message.part is not None else 0
 
 
 def _numbers(document: bytes) -> set[int]:
-    return set(json.loads(document))
+    try:
+        return set(json.loads(document))
+    except ValueError as error:
+        raise Violation(f"a document was put together wrong: {document[:80]!r}") from error
 
 
 HEAL_S = 90.0
 """Within this of a whole network somebody coordinates: several rounds of split votes and late frames."""
+KEPT_S = 20.0
+"""Within this a majority has a write: any of its parts may be lost, or late by 8 s."""
 FAULTS_EVERY_S = 4.0
 
 
@@ -359,7 +390,7 @@ def torture(
     last = next(numbers)
     if not world.write(last):
         raise Stuck(f"nobody coordinates {HEAL_S:.0f} s after a majority is connected")
-    world.run_until(seconds + HEAL_S + 5.0)
+    world.run_until(seconds + HEAL_S + KEPT_S)
     if last not in world.acknowledged:
         raise Stuck("a write was not acknowledged while a majority is connected")
     return world

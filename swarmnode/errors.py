@@ -89,6 +89,10 @@ class NodeRemoved(JoinRefused):
     """This node was taken out of the swarm for good: no coordinator will take over what it holds."""
 
     code, status = "node_removed", 403
+    mend = (
+        "to have this machine in the swarm again, run `swarmnode join-token` on the coordinator and start it with "
+        "--join TOKEN and an empty --data-dir; its old identity is out for good"
+    )
 
 
 class TokenRevoked(SwarmError):

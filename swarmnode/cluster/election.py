@@ -13,6 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from swarmnode.cluster.election_messages import (
+    NOTHING,
     Append,
     Appended,
     Arrived,
@@ -36,6 +37,7 @@ from swarmnode.cluster.election_messages import (
     VoteAnswer,
     VoterMessage,
 )
+from swarmnode.cluster.entry_parts import PART_BYTES, Inbound, Outbound
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
@@ -51,8 +53,6 @@ RETRY_MIN_S, RETRY_MAX_S = 1.5, 3.0
 """After asking for nothing: an answer takes far less, so it was lost, or two asked at once."""
 QUORUM_S = 5.0
 """A coordinator that has not heard a majority for so long stops being one; others may have elected by then."""
-NOTHING: Mark = (0, 0)
-"""The mark of a node that was given no entry yet, or lost its disk."""
 FORCED_TERMS = 1 << 20
 """What a forced promotion skips: a coordinator that was not gone after all, and knows of none other, would reach the
 next term by itself, and one term must not have two."""
@@ -74,6 +74,8 @@ class Election:
     reached it, and another entry lets it in anew.
     """
 
+    part_bytes = PART_BYTES
+
     def __init__(self, node: NodeId, stored: Stored, now: float, draw: Callable[[], float]) -> None:
         """`draw` gives numbers from 0 to 1: voters that time out together would split the votes for ever."""
         self.node = node
@@ -87,7 +89,9 @@ class Election:
         """When each voter last answered this coordinator."""
         self._held: dict[NodeId, Mark] = {}
         """What each voter is known to have on disk."""
-        self._sent: dict[NodeId, Mark] = {}
+        self._outbound: dict[NodeId, Outbound] = {}
+        self._beats = 0
+        self._inbound = Inbound()
         self._learners: frozenset[NodeId] = frozenset()
         """They are given every entry, and count for nothing."""
         self._coordinator_s: float | None = None
@@ -199,13 +203,13 @@ class Election:
                 self._asked(sender, message, now)
             return
         if isinstance(message, Append) and self._has_lost_disk(message):
-            self._send(sender, Appended(message.term, NOTHING))
+            self._send(sender, Appended(message.term, NOTHING, message.number))
             return
         if message.term > self.term and not (isinstance(message, VoteAnswer) and message.granted):
             self._follow(message.term, now, f"term {message.term} has begun")
         if self._is_stale(message):
             if isinstance(message, Append):
-                self._send(sender, Appended(self.term, self.entry.mark))
+                self._send(sender, Appended(self.term, self.entry.mark, message.number))
             return
         match message:
             case Append():
@@ -216,7 +220,7 @@ class Election:
                 self._appended(sender, message, now)
 
     def _has_lost_disk(self, append: Append) -> bool:
-        return not self.voters and append.entry is not None and self.node in append.entry.voters
+        return not self.voters and append.part is not None and self.node in append.part.voters
 
     def _is_stale(self, message: VoterMessage) -> bool:
         return message.term < self.term
@@ -261,23 +265,28 @@ class Election:
         if self._announced != (sender, self.term):
             self._announced = (sender, self.term)
             self._events.append(Following(sender, self.term))
-        if append.entry is not None and append.entry.mark > self.entry.mark:
-            self._store(replace(self._stored, entry=append.entry))
+        if append.part is not None and append.mark > self.entry.mark:
+            entry = self._inbound.take(append.mark, append.part)
+            if entry is not None:
+                self._store(replace(self._stored, entry=entry))
         if append.committed == self.entry.mark and append.committed > self.committed:
             self._commit(append.committed)
-        self._send(sender, Appended(self.term, self.entry.mark))
+        have_bytes = self._inbound.have_bytes(append.mark)
+        self._send(sender, Appended(self.term, self.entry.mark, append.number, have_bytes))
 
     def _appended(self, sender: NodeId, answer: Appended, now: float) -> None:
         if self.role is not Role.COORDINATOR:
             return
         if answer.mark == NOTHING:
             self._held[sender] = NOTHING
-            return
-        self._heard_s[sender] = now
-        self._held[sender] = max(answer.mark, self._held.get(sender, answer.mark))
-        self._count_copies()
-        if self._held[sender] < self.entry.mark and self._sent.get(sender) != self.entry.mark:
-            self._send_entry(sender)
+        else:
+            self._heard_s[sender] = now
+            self._held[sender] = max(answer.mark, self._held.get(sender, answer.mark))
+            self._count_copies()
+        outbound = self._outbound_to(sender)
+        start = None if outbound is None else outbound.next_start(answer)
+        if start is not None:
+            self._beat(sender, start)
 
     # elections
 
@@ -313,12 +322,13 @@ class Election:
         """First an entry of the new term: only by that are those of earlier terms known to be safe (Raft, figure 8)."""
         self.role, self.coordinator = Role.COORDINATOR, self.node
         self._heard_s = dict.fromkeys(self._others, now)
-        self._held, self._sent = {}, {}
+        self._held, self._outbound = {}, {}
         self._write(self.entry.document, self.voters, now)
 
     def _follow(self, term: int, now: float, why: str) -> None:
         """Another term has begun."""
         self._step_down(why)
+        self._inbound.forget()
         self._coordinator_s = None
         self._store(Stored(term, None, self.entry))
         self._election_s = self._next_election_s(now)
@@ -366,14 +376,29 @@ class Election:
     def _send_heartbeats(self, now: float) -> None:
         self._heartbeat_s = now + HEARTBEAT_S
         for node in self._receivers:
-            if self._held.get(node) == self.entry.mark:
-                self._send(node, Append(self.term, self.entry.mark, self.committed))
-            else:
-                self._send_entry(node)
+            outbound = self._outbound_to(node)
+            self._beat(node, 0 if outbound is not None and not outbound.was_sent else None)
 
-    def _send_entry(self, voter: NodeId) -> None:
-        self._sent[voter] = self.entry.mark
-        self._send(voter, Append(self.term, self.entry.mark, self.committed, self.entry))
+    def _outbound_to(self, node: NodeId) -> Outbound | None:
+        """What is to be sent there, if anything is."""
+        held, outbound = self._held.get(node), self._outbound.get(node)
+        if held == self.entry.mark:
+            self._outbound.pop(node, None)
+            return None
+        under_way = outbound is not None and outbound.has_begun and (held is None or held < outbound.entry.mark)
+        if outbound is None or not (under_way or outbound.entry.mark == self.entry.mark):
+            outbound = self._outbound[node] = Outbound(self.entry)
+        return outbound
+
+    def _beat(self, node: NodeId, start: int | None) -> None:
+        """`start`: with the part of what is under way there that begins so; the answer tells where to go on."""
+        self._beats += 1
+        outbound = self._outbound.get(node)
+        part = None
+        if outbound is not None and start is not None:
+            part = outbound.send(self._beats, start, self.part_bytes)
+        mark = self.entry.mark if outbound is None else outbound.entry.mark
+        self._send(node, Append(self.term, mark, self.committed, part, self._beats))
 
     def _count_copies(self) -> None:
         """Only an entry of this term is committed by counting; it carries all earlier ones with it."""

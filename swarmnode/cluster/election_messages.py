@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 Mark = tuple[int, int]
 """(term, version): which of two entries is later."""
+NOTHING: Mark = (0, 0)
+"""The mark of a node that was given no entry yet, or lost its disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,36 @@ class VoteAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of an entry's document, which has `size` of them, from `start` on; `voters` are the entry's."""
+
+    voters: tuple[NodeId, ...]
+    start: int
+    size: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
-    """The coordinator's heartbeat; with `entry` where the receiver is not known to have it."""
+    """The coordinator's heartbeat, with a part of the entry of this mark where the receiver is not known to have it.
+    Each of a coordinator's has a larger `number`."""
 
     term: int
     mark: Mark
     committed: Mark
-    entry: Entry | None = None
+    part: Part | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What the sender has on disk; to a stale coordinator, the term that made it stale."""
+    """What the sender has on disk; to a stale coordinator, the term that made it stale. Besides, how many bytes it has
+    of the entry that beat `number` was about, while that is not whole."""
 
     term: int
     mark: Mark
+    number: int = 0
+    have_bytes: int = 0
 
 
 VoterMessage = AskVote | VoteAnswer | Append | Appended

@@ -120,7 +120,9 @@ class ApiPort:
         await self._app(scope, receive, send)
 
     async def open(self, nursery: trio.Nursery) -> None:
-        """Listen in `nursery`; raises Conflict where the port is taken."""
+        """Listen in `nursery`; raises Conflict where the port is taken. What let the command line in before this start
+        lets nobody in now: it would be sent to whoever coordinates instead, as a token that nobody knows."""
+        forget_local_access(self._settings.data_dir)
         options = self._options
         tls = tls_context(options)
         listeners, self.url = await _open(options)

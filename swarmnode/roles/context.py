@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from swarmnode.config import Settings
+    from swarmnode.errors import NodeRemoved
     from swarmnode.roles.roads import Roads
     from swarmnode.wire.link import Identity, Transport
     from swarmnode.wire.traffic import Traffic
@@ -54,3 +55,9 @@ class NodeContext:
     roads: Roads
     known: KnownMembers = field(default_factory=KnownMembers)
     """The members, as this node's coordinator told them last."""
+
+    def say_removed(self, why: NodeRemoved) -> None:
+        """No node of the swarm takes this one any more: people hear of it once, and of what helps."""
+        if not self.roads.removed:
+            self.roads.removed = True
+            self.emit("removed", {"reason": why.message})

@@ -301,7 +301,7 @@ def _mend(error: SwarmError) -> str:
     if isinstance(error, Conflict):
         return f"{again} --data-dir: each machine needs an identity of its own"
     if isinstance(error, NodeRemoved):
-        return f"{again} --data-dir, if it is to be in the swarm again; its old identity is out for good"
+        return error.mend
     return UNREACHED_FIX
 
 

@@ -120,6 +120,10 @@ class Forwarder:
             if found is not None and (self._lets_everybody_in or let_in):
                 await JSONResponse(found)(scope, receive, send)
                 return
+        if self._context.roads.removed:
+            raise HttpError(
+                NodeRemoved.status, NodeRemoved.code, f"this node was removed from the swarm; {NodeRemoved.mend}"
+            )
         raise _no_coordinator(why)
 
     def _note_answer(self, scope: Scope, status: int, under: Under) -> None:

@@ -115,9 +115,11 @@ class Peer:
             try:
                 await self._serve_coordinator()
             except SwarmError as error:
-                self._context.emit("coordinator_lost", {"reason": error.message})
                 if isinstance(error, NodeRemoved):  # no coordinator will take its stages over
+                    self._context.say_removed(error)
                     self._unload_all()
+                else:
+                    self._context.emit("coordinator_lost", {"reason": error.message})
                 lasted = isinstance(error, _Disconnected) and trio.current_time() - began_s >= STEADY_S
                 refused = not lasted and isinstance(error.__cause__ or error, Conflict)
             attempt = 0 if lasted else attempt + 1

@@ -39,6 +39,8 @@ class Roads:
     ) -> None:
         self.places = tuple(places)
         self.known: tuple[Place, ...] = ()
+        self.removed = False
+        """Whether one of them said that this node is out of the swarm."""
         self._transport = transport
         self._identity = identity
         self._key = key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.cluster.election_messages import Append, Appended, AskVote, Entry, Mark, VoteAnswer, VoterMessage
+from swarmnode.cluster.election_messages import Append, Appended, AskVote, Mark, Part, VoteAnswer, VoterMessage
 from swarmnode.errors import ProtocolError
 from swarmnode.ids import NodeId
 from swarmnode.wire.frames import Frame
@@ -16,11 +16,22 @@ def to_frame(message: VoterMessage) -> Frame:
             return Frame("vote", {"term": message.term, "granted": message.granted, "pre": message.pre})
         case Append():
             header = {"term": message.term, "mark": list(message.mark), "committed": list(message.committed)}
-            if message.entry is None:
+            header["number"] = message.number
+            part = message.part
+            if part is None:
                 return Frame("append", header)
-            return Frame("append", {**header, "voters": list(message.entry.voters)}, message.entry.document)
+            place = {"voters": list(part.voters), "start": part.start, "size": part.size}
+            return Frame("append_part", {**header, **place}, part.data)
         case Appended():
-            return Frame("appended", {"term": message.term, "mark": list(message.mark)})
+            return Frame(
+                "appended",
+                {
+                    "term": message.term,
+                    "mark": list(message.mark),
+                    "number": message.number,
+                    "have": message.have_bytes,
+                },
+            )
 
 
 def from_frame(frame: Frame) -> VoterMessage:
@@ -31,14 +42,14 @@ def from_frame(frame: Frame) -> VoterMessage:
             return AskVote(header["term"], _mark(header["last"]), header["pre"])
         case "vote":
             return VoteAnswer(header["term"], header["granted"], header["pre"])
-        case "append":
-            mark = _mark(header["mark"])
-            entry = None
-            if "voters" in header:
-                entry = Entry(*mark, tuple(map(NodeId, header["voters"])), bytes(frame.body))
-            return Append(header["term"], mark, _mark(header["committed"]), entry)
+        case "append" | "append_part":
+            part = None
+            if frame.kind == "append_part":
+                voters = tuple(map(NodeId, header["voters"]))
+                part = Part(voters, header["start"], header["size"], bytes(frame.body))
+            return Append(header["term"], _mark(header["mark"]), _mark(header["committed"]), part, header["number"])
         case "appended":
-            return Appended(header["term"], _mark(header["mark"]))
+            return Appended(header["term"], _mark(header["mark"]), header["number"], header["have"])
         case _:
             raise ProtocolError(f"a votes channel brought {frame.kind}")
 

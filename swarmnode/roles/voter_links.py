@@ -13,7 +13,7 @@ import trio
 from swarmnode.cluster.election import QUORUM_S
 from swarmnode.cluster.election_messages import Append
 from swarmnode.cluster.reconnecting import wait_s
-from swarmnode.errors import LinkBroken, SwarmError
+from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError
 from swarmnode.roles.vote_codec import from_frame, to_frame
 from swarmnode.wire.dialing import Way, dial_best
 from swarmnode.wire.nursery import open_flat_nursery
@@ -32,7 +32,7 @@ RETRY_MOST_S = 2.0
 
 LOOK_S = 0.5
 ENTRY_BYTES_PER_S = 16 << 10
-"""A line slower than this serves no model: an entry is not given up while it may still be on its way."""
+"""A line slower than this serves no model: a part of an entry is not given up while it may still be on its way."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +44,13 @@ class VoterLinks:
         self,
         ways: Callable[[NodeId, Sequence[str]], Sequence[Way[Channel]]],
         take: Callable[[NodeId, VoterMessage], Awaitable[None]],
+        removed: Callable[[NodeRemoved], None],
     ) -> None:
-        """`ways` are those that lead to a node's places; `take` gets what comes from it."""
+        """`ways` are those that lead to a node's places; `take` gets what comes from it. `removed` is called where one
+        refuses this node for good."""
         self._ways = ways
         self._take = take
+        self._removed = removed
         self._dialed: dict[NodeId, _Dialed] = {}
         self._answering: dict[NodeId, trio.MemorySendChannel[VoterMessage]] = {}
         """By node that dialled this one: what goes back to it."""
@@ -100,6 +103,8 @@ class VoterLinks:
                     async with dial_best(self._ways(node, dialed.places)) as link:
                         attempt, dialed.up = 0, True
                         await self._exchange(node, link.up, dialed.waiting, Unanswered())
+                except NodeRemoved as error:
+                    self._removed(error)
                 except SwarmError as error:
                     _log.debug("the link to voter %s: %s", node[:8], error)
                 finally:
@@ -127,7 +132,7 @@ class VoterLinks:
 
 class Unanswered:
     """How long one link's other end may take to say anything: about as long as a coordinator does without a majority,
-    and what an entry needs to get there. The kernel takes six times that to give up a link that was cut."""
+    and what a part of an entry needs to get there. The kernel takes six times that to give up a link that was cut."""
 
     def __init__(self) -> None:
         self.ends_s = math.inf
@@ -136,8 +141,8 @@ class Unanswered:
         """Of several the first counts."""
         if self.ends_s == math.inf:
             self.ends_s = now + QUORUM_S
-        if isinstance(message, Append) and message.entry is not None:
-            self.ends_s += len(message.entry.document) / ENTRY_BYTES_PER_S
+        if isinstance(message, Append) and message.part is not None:
+            self.ends_s += len(message.part.data) / ENTRY_BYTES_PER_S
 
     def heard(self) -> None:
         self.ends_s = math.inf

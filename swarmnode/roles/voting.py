@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from swarmnode.cluster.election_messages import ElectionEvent, Entry, VoterMessage
+    from swarmnode.errors import NodeRemoved
     from swarmnode.ids import NodeId
     from swarmnode.roles.ballot import Ballot
     from swarmnode.wire.dialing import Way
     from swarmnode.wire.link import Channel, Hello, Identity
 
 WRITE_S = 2 * QUORUM_S
-"""A coordinator that has no majority has stepped down by then."""
+"""A coordinator that has no majority has stepped down by then, unless it is still sending."""
+WRITE_BYTES_PER_S = 64 << 10
+"""What each other voter takes of a document where two of them are behind 1 Mbit/s: waited for on top of WRITE_S."""
 DISK_RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -82,9 +85,11 @@ class Voting:
         self._places_in = places_in
         stored = ballot.read((node,) if begins else ())
         self._election = Election(node, stored, clock(), random.Random().random)
-        self._links = VoterLinks(ways, self._arrived)
+        self._links = VoterLinks(ways, self._arrived, self._refused)
         self.callers: dict[NodeId, Caller] = {}
         """The nodes that may coordinate, too, and have dialled this one; a voter that moved is known by it alone."""
+        self.removed: NodeRemoved | None = None
+        """What another voter refused this one with: it was removed from the swarm."""
         self._one_at_a_time = trio.Lock()
         self._changed = trio.Event()
         self._seated: frozenset[NodeId] = frozenset()
@@ -165,13 +170,13 @@ class Voting:
         if refused := next((event for event in events if isinstance(event, ProposalRefused)), None):
             raise (Conflict if self.coordinates else NotCoordinator)(refused.why)
         mark = (self.term, expected + 1)
-        with trio.move_on_after(WRITE_S):
+        with trio.move_on_after(WRITE_S + len(document) / WRITE_BYTES_PER_S):
             while self._election.committed < mark and self.term == mark[0] and self.coordinates:
                 await self._changed.wait()
         if self.term != mark[0] or self._election.committed < mark:
             raise NotCoordinator(
-                "no majority of the voters answered, so another one may coordinate now; whether the change is kept "
-                "shows there"
+                "no majority of the voters took the change in time, so another one may coordinate now; whether it is "
+                "kept shows there"
             )
 
     async def seat(self, nodes: frozenset[NodeId]) -> None:
@@ -193,6 +198,10 @@ class Voting:
             if self.callers.get(hello.identity.node) is caller:
                 del self.callers[hello.identity.node]
 
+    def _refused(self, error: NodeRemoved) -> None:
+        self.removed = error
+        self._tell_changed()
+
     async def _arrived(self, sender: NodeId, message: VoterMessage) -> None:
         with suppress(NoSpace):  # then it is not answered, as if it were lost
             await self._carry_out(Arrived(sender, message))
@@ -212,9 +221,12 @@ class Voting:
                     raise NoSpace(f"the swarm's document cannot be written: {error}") from error
                 events = self._election.events()
                 self._follow_document()
-                self._changed.set()
-                self._changed = trio.Event()
+                self._tell_changed()
         return events
+
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
 
     async def _give(self, message: ElectionInput | None) -> None:
         if message is None:

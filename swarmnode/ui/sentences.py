@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from swarmnode.errors import NodeRemoved
 from swarmnode.ui.plain_text import plain
 from swarmnode.ui.quantities import plural, size
 
@@ -28,6 +29,8 @@ def sentence(event: str, values: Mapping[str, object]) -> str:
             return f"joined the coordinator at {values['coordinator']}"
         case "coordinator_lost":
             return f"not connected to the coordinator: {values['reason']}; trying again"
+        case "removed":
+            return f"this machine was removed from the swarm; {NodeRemoved.mend}"
         case "peer_joined":
             return f"{values['name']} joined"
         case "copy_refused":

@@ -46,9 +46,10 @@ COORDINATOR_KINDS = frozenset(kind for kind, role in SERVED_BY.items() if role =
 """Only whoever coordinates now serves these."""
 DIALED_BY = "peer"
 """The role a dialer's certificate must hold."""
-PROTOCOL = (2, 2)
+PROTOCOL = (3, 3)
 """Oldest and newest protocol this program speaks. Whoever makes a frame or a key a must raises the newest, and the
-oldest where it cannot do without. 2: beats name an incarnation and a table's mark, polled requests a digest."""
+oldest where it cannot do without. 2: beats name an incarnation and a table's mark, polled requests a digest.
+3: voters' entries come in parts."""
 
 
 @dataclass(frozen=True, slots=True)

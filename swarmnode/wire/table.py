@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from swarmnode.cluster.entry_parts import PART_BYTES
 from swarmnode.cluster.voter_book import MAX_VOTERS
 from swarmnode.errors import MAX_MESSAGE_CHARS, ProtocolError
 from swarmnode.wire import limits
@@ -71,7 +72,7 @@ BODY_LIMITS: Mapping[BodyRule, int] = {
     "none": 0,
     "map": limits.MAX_MAP_BODY_BYTES,
     "raw": limits.MAX_CHUNK_BYTES,
-    "document": limits.MAX_DOCUMENT_BYTES,
+    "document": PART_BYTES,
     "tensor": limits.MAX_BODY_BYTES,
 }
 
@@ -242,12 +243,16 @@ def _load_kinds() -> tuple[Kind, ...]:
 
 def _votes_kinds() -> tuple[Kind, ...]:
     term, mark = _key("term", _COUNT), _key("mark", _MARK)
-    voters = _maybe("voters", Texts(MAX_VOTERS, 64))
+    number = _key("number", _COUNT)
+    beat = (term, mark, _key("committed", _MARK), number)
+    size = Int(0, limits.MAX_DOCUMENT_BYTES)
+    part = (_key("voters", Texts(MAX_VOTERS, 64)), _key("start", size), _key("size", size))
     return (
         _kind("ask_vote", "votes", (term, _key("last", _MARK), _key("pre", Flag()))),
         _kind("vote", "votes", (term, _key("granted", Flag()), _key("pre", Flag()))),
-        _kind("append", "votes", (term, mark, _key("committed", _MARK), voters), "document"),
-        _kind("appended", "votes", (term, mark)),
+        _kind("append", "votes", beat),
+        _kind("append_part", "votes", (*beat, *part), "document"),
+        _kind("appended", "votes", (term, mark, number, _key("have", size))),
     )
 
 

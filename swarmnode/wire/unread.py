@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from swarmnode.cluster.entry_parts import PART_BYTES
 from swarmnode.wire import limits
 from swarmnode.wire.link import JOIN_KIND
 
@@ -19,7 +20,7 @@ LONGEST_FRAME_BYTES: Mapping[str, int] = {
     "requests": limits.MAX_HEADER_BYTES + limits.MAX_MAP_BODY_BYTES,
     "files": limits.MAX_HEADER_BYTES + limits.MAX_CHUNK_BYTES,
     "shares": limits.MAX_HEADER_BYTES + limits.MAX_CHUNK_BYTES,
-    "votes": limits.MAX_HEADER_BYTES + limits.MAX_DOCUMENT_BYTES,
+    "votes": limits.MAX_HEADER_BYTES + PART_BYTES,
     "api": limits.MAX_HEADER_BYTES + limits.MAX_HTTP_BYTES,
     "relay": limits.MAX_HEADER_BYTES + limits.MAX_CHUNK_BYTES,
     "steps": limits.MAX_FRAME_BYTES,

@@ -28,6 +28,7 @@ from swarmnode.cluster.election_messages import (
     Stored,
     VoteAnswer,
 )
+from swarmnode.cluster.entry_parts import part_of
 from swarmnode.cluster.fence import Fence
 from swarmnode.errors import StaleTerm
 from swarmnode.ids import NodeId
@@ -151,7 +152,7 @@ def test_a_later_term_ends_a_coordinator() -> None:
 
 def test_a_stale_coordinator_is_told_the_term() -> None:
     election = voter(stored=Stored(5, None, Entry(5, 2, (A, B, C), b"")))
-    arrive(election, B, Append(4, (4, 9), (4, 9), Entry(4, 9, (A, B, C), b"old")), 1.0)
+    arrive(election, B, Append(4, (4, 9), (4, 9), part_of(Entry(4, 9, (A, B, C), b"old"))), 1.0)
     assert sent(election.outgoing()) == [Appended(5, (5, 2))]
     assert election.entry.document == b""
 
@@ -160,7 +161,7 @@ def test_an_entry_that_came_late_does_not_undo_a_newer_one() -> None:
     election = voter(A, B, C)
     for version in (2, 1):
         entry = Entry(1, version, (A, B, C), str(version).encode())
-        arrive(election, B, Append(1, entry.mark, (0, 0), entry), 1.0)
+        arrive(election, B, Append(1, entry.mark, (0, 0), part_of(entry)), 1.0)
     assert election.entry.document == b"2"
 
 
@@ -210,7 +211,7 @@ def test_learners_are_given_everything_and_count_for_nothing() -> None:
     election.receive(Learners(frozenset({A, D})), 0.0)
     election.handle_timer(0.0)
     written = [effect for effect in election.outgoing() if isinstance(effect, SendTo)]
-    assert [(effect.node, effect.message.entry) for effect in written] == [(D, election.entry)]  # type: ignore[union-attr]
+    assert [(effect.node, effect.message.part) for effect in written] == [(D, part_of(election.entry))]  # type: ignore[union-attr]
     assert election.committed == (1, 1), "without its answer"
     assert not election.up_to_date(0.1)
     arrive(election, D, Appended(1, (1, 1)), 0.2)
@@ -231,7 +232,7 @@ def test_a_voter_that_lost_its_disk_takes_no_part() -> None:
     for pre in (True, False):
         arrive(election, B, AskVote(7, (9, 9), pre), 1.0)
     assert election.outgoing() == []
-    arrive(election, B, Append(2, NAMED.mark, NAMED.mark, NAMED), 1.0)
+    arrive(election, B, Append(2, NAMED.mark, NAMED.mark, part_of(NAMED)), 1.0)
     assert election.outgoing() == [SendTo(B, Appended(2, (0, 0)))], "nothing was kept"
     election.handle_timer(100.0)
     assert (election.outgoing(), election.events(), election.next_timer()) == ([], [], None)
@@ -239,13 +240,13 @@ def test_a_voter_that_lost_its_disk_takes_no_part() -> None:
 
 def test_it_votes_again_by_an_entry_that_is_later_than_its_removal() -> None:
     election = voter(stored=Stored(0, None, EMPTY))
-    arrive(election, B, Append(2, WITHOUT.mark, NAMED.mark, WITHOUT), 1.0)
+    arrive(election, B, Append(2, WITHOUT.mark, NAMED.mark, part_of(WITHOUT)), 1.0)
     assert sent(election.outgoing())[-1] == Appended(2, WITHOUT.mark)
-    arrive(election, B, Append(2, NAMED.mark, NAMED.mark, NAMED), 1.0)
+    arrive(election, B, Append(2, NAMED.mark, NAMED.mark, part_of(NAMED)), 1.0)
     arrive(election, B, AskVote(3, (2, 4), pre=False), 20.0)
     assert not [message for message in sent(election.outgoing()) if isinstance(message, VoteAnswer)], "not let in yet"
     again = replace(NAMED, version=5)
-    arrive(election, B, Append(2, again.mark, WITHOUT.mark, again), 21.0)
+    arrive(election, B, Append(2, again.mark, WITHOUT.mark, part_of(again)), 21.0)
     assert sent(election.outgoing()) == [Appended(2, again.mark)]
     assert election.next_timer() is not None
 
@@ -266,7 +267,7 @@ def test_a_forced_promotion_leaves_no_term_to_share() -> None:
     assert forced.coordinates
     assert lost.coordinates, "each is the only voter that it knows of"
     assert lost.term < forced.term
-    arrive(lost, A, Append(forced.term, forced.entry.mark, forced.committed, forced.entry), 1.0)
+    arrive(lost, A, Append(forced.term, forced.entry.mark, forced.committed, part_of(forced.entry)), 1.0)
     assert not lost.coordinates
     assert lost.voters == (A,)
 

@@ -77,6 +77,10 @@ def test_a_killed_coordinator_has_a_successor_that_takes_everything_over_and_fol
     wait_until(lambda: answers(voters.local.api, token), "its port forwards", SERVED_S)
     assert "coordinating" not in [event["event"] for event in voters.node(FIRST).seen]
     assert voters.node(FIRST).wait_for("following")["name"] == name
+    on_first = {"SWARM_DATA_DIR": str(voters.local.folder / "coordinator"), "SWARM_API": voters.local.api}
+    asked = swarmnode("ps", **on_first)
+    assert "this call needs an API token" in asked.stderr, "its own secret is no token of the other one's"
+    assert MODEL in swarmnode("ps", "--token", token, **on_first).stdout
     with closing(voters.admin(name)) as admin:
         assert len(admin.get("/api/v1/nodes")["voters"]) == 3
         with pytest.raises(SwarmError, match="stop it first"):
@@ -86,6 +90,15 @@ def test_a_killed_coordinator_has_a_successor_that_takes_everything_over_and_fol
         )
         admin.post(f"/api/v1/models/{MODEL}/unload", {})
     wait_until(lambda: not any(map(alive, workers.values())), "the workers have ended")
+
+    voters.node(FIRST).kill()
+    with closing(voters.admin(name)) as admin:
+        admin.delete(f"/api/v1/nodes/{FIRST}")
+        wait_until(lambda: len(admin.get("/api/v1/nodes")["voters"]) == 2, "it votes no more")
+    voters.start_again(FIRST)
+    assert "removed from the swarm" in str(voters.node(FIRST).wait_for("removed")["reason"])
+    asked = swarmnode("ps", **on_first)
+    assert "this node was removed from the swarm; to have this machine in the swarm again, run" in asked.stderr
 
 
 @pytest.mark.soak

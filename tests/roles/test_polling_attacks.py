@@ -75,7 +75,7 @@ def head(node: Node | None, body: bytes, *lines: str, target: str = PUSH, age_s:
         ("late", 401, b"clocks"),
         ("again", 401, b"counts once"),
         ("removed", 403, b"was removed from this swarm"),
-        ("of protocol 1", 401, b"it is of protocol 1; this node speaks 2 to 2; update the older program"),
+        ("of protocol 1", 401, b"it is of protocol 1; this node speaks 3 to 3; update the older program"),
     ],
 )
 async def test_who_may_not_push_hears_so_before_his_body_is_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ import pytest
 import trio
 
 from swarmnode.cluster.election import HEARTBEAT_S, QUORUM_S
-from swarmnode.cluster.election_messages import Append, Appended, Entry
+from swarmnode.cluster.election_messages import Append, Appended, Part
+from swarmnode.cluster.entry_parts import PART_BYTES
+from swarmnode.errors import NodeRemoved
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.vote_codec import to_frame
 from swarmnode.roles.voter_links import ENTRY_BYTES_PER_S, LOOK_S, RETRY_MOST_S, VoterLinks
@@ -20,7 +23,7 @@ from swarmnode.wire.memory import MemoryNetwork
 from swarmnode.wire.routes import DIRECT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from swarmnode.cluster.election_messages import VoterMessage
     from swarmnode.wire.link import Channel, Hello
@@ -40,7 +43,7 @@ class Other:
         self.late_s = 0.0
         self.good_from = 0
         self.answered = 0
-        self.links = VoterLinks(self._ways, self._take)
+        self.links = VoterLinks(self._ways, self._take, _unexpected)
 
     def cut(self) -> None:
         self.good_from = len(self.came_s)
@@ -74,6 +77,28 @@ class Other:
             await trio.sleep(HEARTBEAT_S)
 
 
+def _unexpected(error: NodeRemoved) -> None:
+    raise AssertionError(error)
+
+
+@asynccontextmanager
+async def _refused() -> AsyncIterator[Channel]:
+    raise NodeRemoved("node a was removed")
+    yield
+
+
+async def test_a_voter_that_was_removed_hears_of_it(nursery: trio.Nursery, autojump_clock: object) -> None:
+    told: list[NodeRemoved] = []
+    other = Other()
+    links = VoterLinks(lambda *_: [Way(DIRECT, _refused, "there")], other._take, told.append)
+    await nursery.start(links.run)
+    links.follow({B: ("127.0.0.1:1",)})
+    await trio.sleep(60)
+    assert {error.message for error in told} == {"node a was removed"}
+    assert len(told) >= 60 / RETRY_MOST_S, "it goes on trying"
+    nursery.cancel_scope.cancel()
+
+
 @pytest.fixture
 async def other(nursery: trio.Nursery) -> Other:
     other = Other()
@@ -102,12 +127,13 @@ async def test_a_link_on_which_nothing_is_asked_is_left_alone(
     nursery.cancel_scope.cancel()
 
 
-async def test_an_entry_may_take_as_long_as_a_slow_line_needs_for_it(
+async def test_a_part_of_an_entry_may_take_as_long_as_a_slow_line_needs_for_it(
     other: Other, nursery: trio.Nursery, autojump_clock: object
 ) -> None:
-    other.late_s = 4 * QUORUM_S
-    document = bytes(int(ENTRY_BYTES_PER_S * other.late_s))
-    other.links.post(B, Append(1, MARK, (0, 0), Entry(1, 1, (A, B), document)))
+    other.late_s = PART_BYTES / ENTRY_BYTES_PER_S
+    assert other.late_s > QUORUM_S
+    data = bytes(PART_BYTES)
+    other.links.post(B, Append(1, MARK, (0, 0), Part((A, B), 0, 2 * len(data), data)))
     await trio.sleep(other.late_s + 1)
     assert (len(other.came_s), other.answered) == (1, 1)
     nursery.cancel_scope.cancel()

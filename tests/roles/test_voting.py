@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -20,9 +21,10 @@ from swarmnode.roles.ballot import Ballot
 from swarmnode.roles.seats import Seats
 from swarmnode.roles.swarm_document import SwarmDocument, decode_document
 from swarmnode.roles.swarm_state import SwarmState
-from swarmnode.roles.voting import Voting
+from swarmnode.roles.voting import WRITE_S, Voting
 from swarmnode.wire.address import Address
 from swarmnode.wire.dialing import Way
+from swarmnode.wire.limits import MAX_DOCUMENT_BYTES
 from swarmnode.wire.link import Identity, LinkOptions
 from swarmnode.wire.memory import MemoryNetwork
 from swarmnode.wire.routes import DIRECT
@@ -138,6 +140,22 @@ async def test_what_was_acknowledged_outlives_the_coordinator(
         assert again.coordinator == second.node
         with pytest.raises(NotCoordinator):
             await again.write(b"{}", again.entry.version)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_document_that_takes_long_to_send_is_written_by_a_coordinator_that_stays_one(
+    writes_in_place: None, tmp_path: Path, autojump_clock: object
+) -> None:
+    """Far longer than a coordinator does without a majority, and than a small change is waited for."""
+    async with trio.open_nursery() as nursery:
+        machines = await three(MemoryNetwork(latency_s=0.3), tmp_path, nursery)
+        first = machines[A].voting
+        term, document, began_s = first.term, json.dumps("x" * (MAX_DOCUMENT_BYTES - 2)).encode(), trio.current_time()
+        await first.write(document, first.entry.version)
+        assert trio.current_time() - began_s > 2 * WRITE_S
+        await until(lambda: first.up_to_date == {B, C}, "both have it")
+        assert (first.coordinates, first.term) == (True, term)
+        assert machines[B].voting.entry.document == document
         nursery.cancel_scope.cancel()
 
 

@@ -10,13 +10,15 @@ import pytest
 
 from sims.timeline import Stuck, Violation
 from sims.voters import VotersWorld, Weather, torture
-from swarmnode.cluster.election import Election
+from swarmnode.cluster.election import ELECTION_MAX_S, Election
+from swarmnode.cluster.entry_parts import Inbound
 from swarmnode.cluster.fence import Fence
+from swarmnode.wire.limits import MAX_DOCUMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from swarmnode.cluster.election_messages import Append, AskVote, Stored, VoterMessage
+    from swarmnode.cluster.election_messages import Append, AskVote, Entry, Mark, Part, Stored, VoterMessage
     from swarmnode.ids import NodeId
 
 SEEDS = 2000
@@ -24,11 +26,17 @@ SEEDS_OF_A_MAJORITY = 500
 SEEDS_TO_FIND_A_BUG = 1000
 
 
+class SmallParts(Election):
+    """So that a few numbers already make an entry of many parts."""
+
+    part_bytes = 40
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_nothing_breaks_the_promises(part: int) -> None:
     elections = faults = disks = 0
     for seed in range(part * SEEDS // 4, (part + 1) * SEEDS // 4):
-        world = torture(seed, count=5 if seed % 4 == 0 else 3)
+        world = torture(seed, SmallParts if seed % 2 else Election, count=5 if seed % 4 == 0 else 3)
         elections, faults = elections + len(world.coordinators), faults + world.faults
         disks += world.disks_lost
     assert elections > SEEDS / 4  # the faults did end terms of office
@@ -39,7 +47,41 @@ def test_nothing_breaks_the_promises(part: int) -> None:
 @pytest.mark.parametrize("part", range(2))
 def test_a_majority_that_is_connected_needs_nobody_else(part: int) -> None:
     for seed in range(part * SEEDS_OF_A_MAJORITY // 2, (part + 1) * SEEDS_OF_A_MAJORITY // 2):
-        torture(seed, count=5 if seed % 2 else 3, whole=False)
+        torture(seed, SmallParts if seed % 3 else Election, count=5 if seed % 2 else 3, whole=False)
+
+
+MBIT_PER_S = 125_000
+
+
+def _slow_line(machine: type[Election], document_bytes: int, mbit_per_s: float) -> VotersWorld:
+    """A swarm's first minutes behind such uplinks, with a write; as over TCP nothing overtakes anything."""
+    way = {"least_s": 0.05, "most_s": 0.05, "loss": 0.0, "double": 0.0, "late": 0.0, "crash_after_write": 0.0}
+    world = VotersWorld(
+        3, 1, Weather(**way, uplink_bytes_per_s=mbit_per_s * MBIT_PER_S), machine=machine, document_bytes=document_bytes
+    )
+    takes_s = 2 * document_bytes / world.weather.uplink_bytes_per_s + ELECTION_MAX_S + 30.0
+    world.run_until(takes_s)
+    assert world.write(1)
+    world.run_until(world.now_s + takes_s)
+    return world
+
+
+@pytest.mark.parametrize(("document_bytes", "mbit_per_s"), [(3 << 20, 10), (MAX_DOCUMENT_BYTES, 1), (50_000, 0.1)])
+def test_a_document_of_any_size_ends_no_term_of_office_on_a_slow_line(document_bytes: int, mbit_per_s: float) -> None:
+    world = _slow_line(Election, document_bytes, mbit_per_s)
+    assert (len(world.coordinators), world.acknowledged) == (1, {1})
+    assert world.delivered_bytes == 4 * document_bytes, "twice to each of the others, and nothing again"
+
+
+class WholeAtOnce(Election):
+    """Sends a document in one piece: who waits for its end is silent meanwhile."""
+
+    part_bytes = MAX_DOCUMENT_BYTES
+
+
+def test_in_one_piece_it_would() -> None:
+    with pytest.raises(AssertionError):
+        _slow_line(WholeAtOnce, MAX_DOCUMENT_BYTES, 10)
 
 
 class AsksAnybodyAnyTime(Election):
@@ -102,8 +144,24 @@ class VotesWithoutADisk(Election):
         return False
 
 
+class Careless(Inbound):
+    """Puts on whatever comes, also what came twice."""
+
+    def take(self, mark: Mark, part: Part) -> Entry | None:
+        return super().take(mark, replace(part, start=self.have_bytes(mark)))
+
+
+class JoinsWhatComes(Election):
+    part_bytes = 10
+
+    def __init__(self, node: NodeId, stored: Stored, now: float, draw: Callable[[], float]) -> None:
+        super().__init__(node, stored, now, draw)
+        self._inbound = Careless()
+
+
 @pytest.mark.parametrize(
-    "bug", [VotesWithoutLooking, AcknowledgesAlone, ForgetsItsVote, BelievesStaleTerms, VotesWithoutADisk]
+    "bug",
+    [JoinsWhatComes, VotesWithoutLooking, AcknowledgesAlone, ForgetsItsVote, BelievesStaleTerms, VotesWithoutADisk],
 )
 def test_planted_bugs_are_found(bug: type[Election]) -> None:
     with pytest.raises(Violation):
