@@ -135,21 +135,22 @@ class PackedProjection(ABC):
     """What the packed kernels have in common: bfloat16 in and out, the bias added after, and once `measure` was called,
     many rows through float32."""
 
-    __slots__ = ("_bias", "_out", "_unpack_from")
+    __slots__ = ("_bias", "_out", "many_rows")
     name = ""
     kernels = "torch"
 
     def __init__(self, shape: torch.Size, bias: torch.Tensor | None) -> None:
         self._out = shape[0]
         self._bias = bias.clone() if bias is not None else None  # a view would keep the block's dense memory
-        self._unpack_from = 1 << 62
+        self.many_rows = 1 << 62
+        """From so many on they go through float32."""
 
     def measure(self) -> None:
-        self._unpack_from = crossover_rows(self._packed, self._unpacked, (self._out, self.inputs), self.name)
+        self.many_rows = crossover_rows(self._packed, self._unpacked, (self._out, self.inputs), self.name)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
-        out = (self._packed if flat.shape[0] < self._unpack_from else self._unpacked)(flat)
+        out = (self._packed if flat.shape[0] < self.many_rows else self._unpacked)(flat)
         if self._bias is not None:
             out = out + self._bias
         return out.view(*rows.shape[:-1], self._out)
