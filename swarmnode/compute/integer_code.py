@@ -18,6 +18,7 @@ takes a pass of its own. OpenMP's team is torch's own, asked for by the function
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -54,7 +55,9 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.llvm_code import Library, Value
 
-_AT_ONCE = {1: 4, 2: 4, 3: 2}
+_ROWS_AT_ONCE = 4
+"""Of x; more of them pass over a tile's weights again, which then lie in the core's own cache."""
+_AT_ONCE = {1: 4, 2: 4, 3: 2, 4: 2}
 """Output rows that are multiplied at once, by rows of x: as many sums as an AVX2 core has registers for."""
 _POINTERS = 8
 """Of what an entry hands to its part: out, weights, beside, bias, residual, codes, sums, scales."""
@@ -196,17 +199,19 @@ class _Part:
     groups: Value
 
     def write_tile(self, tile: Value, _: Sequence[Value]) -> None:
-        at_once = _AT_ONCE.get(self.rows, 1)
-        for first in range(0, TILE, at_once):
-            lanes = range(first, first + at_once)
-            found = self._products(tile, lanes)
-            if self.kind == "int4":
-                found = self._with_zeros(tile, lanes, found)
-            for n, total in enumerate(found):
-                lane, row = divmod(n, self.rows)
-                self._store_number(tile, first + lane, row, total)
+        few = -(-self.rows // -(-self.rows // _ROWS_AT_ONCE))
+        for begin in range(0, self.rows, few):
+            rows = range(begin, min(begin + few, self.rows))
+            at_once = _AT_ONCE[len(rows)]
+            for first in range(0, TILE, at_once):
+                lanes = range(first, first + at_once)
+                found = self._products(tile, lanes, rows)
+                if self.kind == "int4":
+                    found = self._with_zeros(tile, lanes, rows, found)
+                for (lane, row), total in zip(product(lanes, rows), found, strict=True):
+                    self._store_number(tile, lane, row, total)
 
-    def _products(self, tile: Value, lanes: range) -> list[Value]:
+    def _products(self, tile: Value, lanes: range, rows: range) -> list[Value]:
         """For each of a tile's `lanes` and each row eight floats that add up to weights · row; in eight bits without
         the output row's scale, in four without the zeros."""
         b = self.b
@@ -221,12 +226,12 @@ class _Part:
             found = []
             for n, lane in enumerate(lanes):
                 pair, weight_scale = read(record, lane)
-                for row in range(self.rows):
-                    sums = old[n * self.rows + row]
+                for m, row in enumerate(rows):
+                    sums = old[n * len(rows) + m]
                     found.append(self._add_product(pair, weight_scale, group, row, sums))
             return found
 
-        return loop(b, I64(0), self.groups, 1, of_group, [FLOATS(None)] * (len(lanes) * self.rows))
+        return loop(b, I64(0), self.groups, 1, of_group, [FLOATS(None)] * (len(lanes) * len(rows)))
 
     def _read_8(self, record: Value, lane: int) -> tuple[list[Value], None]:
         halves = [load(self.b, record, lane * GROUP + half, ir.VectorType(I8, 16)) for half in (0, 16)]
@@ -252,7 +257,7 @@ class _Part:
             scale = b.fmul(scale, weight_scale)
         return b.call(self.library.fma, [b.sitofp(b.add(low, high), FLOATS), scale, old])
 
-    def _with_zeros(self, tile: Value, lanes: range, products: list[Value]) -> list[Value]:
+    def _with_zeros(self, tile: Value, lanes: range, rows: range, products: list[Value]) -> list[Value]:
         """Each group's zero times the row's sum added."""
         b = self.b
         padded = _padded(b, self.groups)
@@ -263,9 +268,9 @@ class _Part:
             for n, lane in enumerate(lanes):
                 place = b.mul(b.add(b.mul(padded, I64(lane)), group), I64(2))
                 own = widened(b, load(b, zeros, place, BFLOATS))
-                for row in range(self.rows):
+                for m, row in enumerate(rows):
                     place = b.mul(b.add(b.mul(padded, I64(row)), group), I64(4))
-                    which = n * self.rows + row
+                    which = n * len(rows) + m
                     sums = load(b, self.sums, place, FLOATS, 4)
                     found[which] = b.call(self.library.fma, [own, sums, found[which]])
             return found
