@@ -1,10 +1,11 @@
 """Measure a decode step of one stage that holds the whole model: transformers' own `generate`, the generic path, the
 lean decoder and its packed kernels, at 1 to 8 sessions.
 
-`python -m benchmarks.decode [--model FOLDER] [--threads 1,2] [--rows 1,2,4,8] [--context N] [--rounds N] [--json]`;
-without a model the demo model is imported. The sides take turns step by step, so that a busy machine slows all of them
-alike: read the ratios, which are of medians within one run. With `--vs-llama-cpp`, the demo model's own GGUF file in
-llama.cpp takes its turns, too.
+`python -m benchmarks.decode [--model FOLDER] [--threads 1,2] [--rows 1,2,4,8] [--context N] [--tokens N] [--rounds N]
+[--json]`; without a model the demo model is imported. Alone a session decodes `--tokens` greedy tokens; steps of more
+sessions are timed `--rounds` times in between. The sides take turns step by step, so that a busy machine slows all of
+them alike: read the ratios, which are of medians within one run. With `--vs-llama-cpp`, the demo model's own GGUF file
+in llama.cpp takes its turns, too.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from benchmarks.llama_yardstick import add_option, require_llama, whole_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 SIDES: dict[str, dict[str, Any]] = {
     "generic-bf16": {"lean": False},
@@ -52,7 +51,8 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="thread counts, separated by commas")
     parser.add_argument("--rows", default="1,2,4,8", help="sessions in a step, separated by commas")
     parser.add_argument("--context", type=int, default=64, help="positions that each session holds at the start")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--tokens", type=int, default=128, help="greedy tokens that a session decodes alone")
+    parser.add_argument("--rounds", type=int, default=25, help="steps of more sessions")
     add_option(parser)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -68,6 +68,7 @@ def main() -> None:
             "llama": options.vs_llama_cpp and {"python": options.vs_llama_cpp, "gguf": str(demo_gguf(Path(scratch)))},
             "rows": [int(rows) for rows in options.rows.split(",")],
             "context": options.context,
+            "tokens": options.tokens,
             "rounds": options.rounds,
         }
         runs = [in_fresh_process("decode", case | {"threads": int(threads)}) for threads in options.threads.split(",")]
@@ -93,7 +94,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_sides(case: dict[str, Any], yardsticks: dict[str, Callable[[], object]]) -> dict[str, Any]:
-    """A step of each of SIDES; every third turn the yardsticks', of _GENERATED tokens, too."""
+    """A step of each of SIDES a turn; every so many turns as they generate tokens the yardsticks', too."""
     import torch
 
     torch.set_num_threads(case["threads"])
@@ -104,13 +105,14 @@ def measure_sides(case: dict[str, Any], yardsticks: dict[str, Callable[[], objec
         steps[name] = {rows: stepper(engine, rows, case["context"], first=100 * rows) for rows in case["rows"]}
     times: dict[str, dict[int, list[float]]] = {name: {rows: [] for rows in case["rows"]} for name in steps}
     beside: dict[str, list[float]] = {name: [] for name in yardsticks}
-    for turn in range(case["rounds"] + 1):
-        for rows in case["rows"]:
+    every = max(1, case["tokens"] // case["rounds"])
+    for turn in range(case["tokens"] + 1):
+        for rows in case["rows"] if turn % every == 0 else case["rows"][:1]:
             for name, by_rows in steps.items():
                 seconds = timed(by_rows[rows])
                 if turn:  # the first turn warms caches and buffers
                     times[name][rows].append(seconds)
-        for name, generate in yardsticks.items() if turn % 3 == 0 else ():
+        for name, generate in yardsticks.items() if turn % _GENERATED == 0 else ():
             seconds = timed(generate)
             if turn:
                 beside[name].append(seconds / _GENERATED)
@@ -124,32 +126,20 @@ def measure_sides(case: dict[str, Any], yardsticks: dict[str, Callable[[], objec
 
 
 def where(engine: Any, step: Callable[[], None], rounds: int) -> dict[str, float]:
-    """Milliseconds of a step by matrix product, and the rest: attention, norms, sampling, Python. What it costs to look
-    at the clock counts with the rest."""
-    spent: dict[str, float] = {}
-    for block in engine.model.lean.blocks:
-        block.wrap(lambda name, inner: Clocked(name, inner, spent))
-    tail = engine.model._lean_tail
-    tail.head = Clocked("head", tail.head, spent)
-    whole = sum(timed(step) for _ in range(rounds))
+    """Milliseconds of a one-row step by matrix product, and the rest: attention, norms, sampling, Python. The products
+    are run once more behind each step, alone and in the same order: compiled blocks have no seam for a clock."""
+    import torch
+
+    model, spent, whole = engine.model, dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), 0.0), 0.0
+    products = [pair for block in model.lean.blocks for pair in zip(spent, block.projections, strict=False)]
+    products.append(("head", model._lean_tail.head))
+    probes = {inputs: torch.ones((1, 1, inputs), dtype=torch.bfloat16) for inputs in {p.inputs for _, p in products}}
+    for _ in range(rounds):
+        whole += timed(step)
+        for name, projection in products:
+            spent[name] += timed(lambda p=projection: p(probes[p.inputs]))  # type: ignore[misc]
     parts = {name: round(1e3 * seconds / rounds, 3) for name, seconds in spent.items()}
     return parts | {"rest": round(1e3 * (whole - sum(spent.values())) / rounds, 3)}
-
-
-class Clocked:
-    """A projection that adds up how long its product takes."""
-
-    def __init__(self, name: str, inner: Any, spent: dict[str, float]) -> None:
-        self._name, self._inner, self._spent = name, inner, spent
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        began_s = time.perf_counter()
-        out: torch.Tensor = self._inner(rows)
-        self._spent[self._name] = self._spent.get(self._name, 0.0) + time.perf_counter() - began_s
-        return out
-
-    def size_bytes(self) -> int:
-        return int(self._inner.size_bytes())
 
 
 def summary(
@@ -163,6 +153,7 @@ def summary(
     return {
         "threads": case["threads"],
         "context": case["context"],
+        "tokens": case["tokens"],
         "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "read_gb_per_s": round(bandwidth / 1e9, 2),
         "tokens_per_s": {name: round(1e3 / by[min(by)], 2) for name, by in step_ms.items()},
@@ -275,7 +266,8 @@ def show(run: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"A decode step, ms; {run['threads']} thread(s), context {run['context']}, load {run['load_average']}"
+    about = f"{run['threads']} thread(s), {run['tokens']} greedy tokens behind {run['context']}"
+    title = f"A decode step, ms; {about}, load {run['load_average']}"
     rows = sorted({int(r) for by in run["step_ms"].values() for r in by})
     heads = ("tokens/s", "× transformers", "aim", "× llama.cpp", "aim", "GB/s")
     table = Table("side", *(f"{r} rows" for r in rows), *heads, title=title)

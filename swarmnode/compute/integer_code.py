@@ -11,134 +11,170 @@ group's 31 others are coarse, and no further ones. Weights lie tile by tile, so 
   halves its first 16 codes, the high halves the next, as signed numbers; (out / TILE, TILE, PADDED groups) bfloat16
   zeros apart.
 
-OpenMP's team is torch's own, asked for by the functions that a compiler's code would call.
+Rows may be made on the way in (PREPARED) and added to on the way out, so that nothing between two products of a block
+takes a pass of its own. OpenMP's team is torch's own, asked for by the functions that a compiler's code would call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
-from swarmnode.compute.integer_kernels import KINDS, MAX_ROWS, PADDED, TILE
+from swarmnode.compute.integer_kernels import KINDS, MAX_ROWS, PADDED, PLAIN, PREPARED, TILE
+from swarmnode.compute.llvm_code import (
+    BFLOATS,
+    F32,
+    FLOATS,
+    HALVES,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    POINTER,
+    across,
+    at,
+    floats,
+    load,
+    loop,
+    rounded,
+    splat,
+    store,
+    where_given,
+    widened,
+    widened_one,
+)
 from swarmnode.compute.projections import GROUP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    Value = Any
-    """llvmlite is untyped: a value of the code that is written, not a number."""
+    from swarmnode.compute.llvm_code import Library, Value
 
-_AT_ONCE = {1: 4, 2: 4, 3: 2}
+_ROWS_AT_ONCE = 4
+"""Of x; more of them pass over a tile's weights again, which then lie in the core's own cache."""
+_AT_ONCE = {1: 4, 2: 4, 3: 2, 4: 2}
 """Output rows that are multiplied at once, by rows of x: as many sums as an AVX2 core has registers for."""
+_POINTERS = 8
+"""Of what an entry hands to its part: out, weights, beside, bias, residual, codes, sums, scales."""
 _LIMIT = 32767.0
 _SMALLEST = 1e-30
 """A group below this is one of zeros: its inverse would not be a number."""
 
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_POINTER, _VOID = _I8.as_pointer(), ir.VoidType()
-_HALVES, _INTS, _FLOATS = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
-_BFLOATS = ir.VectorType(_I16, 8)
-_LANES = 8
+
+_BFLOAT_GROUP = 2 * GROUP
+"""Bytes of a group of a row."""
 
 
-def write_module() -> str:
-    """Functions `int8_R` and `int4_R` for R of 1 to MAX_ROWS rows: (x, out, weights, scales or zeros, tiles, groups,
-    threads), x and out in bfloat16, (R, groups * GROUP) and (R, tiles * TILE)."""
-    module = ir.Module("integer_products")
-    library = _Library(module)
-    quantize = _write_quantize(library)
+def write_products(library: Library) -> None:
+    """Functions `int8_R` and `int4_R` for R of 1 to MAX_ROWS rows: (x, out, weights, scales or zeros, bias, residual,
+    gain, tiles, groups, eps, prepared, threads).
+
+    x and out in bfloat16, (R, groups * GROUP) and (R, tiles * TILE). What `x` is, is said by PREPARED's number
+    `prepared`: `plain` rows; rows to be `normed`, with a `gain` for each input in float32; or `gated` ones, twice as
+    wide: silu of the first half times the second. `bias` (tiles * TILE) and `residual`, of out's shape and maybe out
+    itself, are added where they are not null.
+    """
+    quantize = {name: _write_quantize(library, name) for name in PREPARED}
     for kind in KINDS:
         for rows in range(1, MAX_ROWS + 1):
             _write_entry(library, f"{kind}_{rows}", rows, quantize, _write_part(library, kind, rows))
-    return str(module)
 
 
-class _Library:
-    """What the code calls."""
-
-    def __init__(self, module: Any) -> None:
-        def declare(name: str, result: Any, *arguments: Any) -> Any:
-            return ir.Function(module, ir.FunctionType(result, arguments), name)
-
-        self.module = module
-        self.multiply_add_pairs = declare("llvm.x86.avx2.pmadd.wd", _INTS, _HALVES, _HALVES)
-        self.to_ints = declare("llvm.x86.avx.cvt.ps2dq.256", _INTS, _FLOATS)
-        self.larger = declare("llvm.maximum.v8f32", _FLOATS, _FLOATS, _FLOATS)
-        self.magnitude = declare("llvm.fabs.v8f32", _FLOATS, _FLOATS)
-        self.fma = declare("llvm.fma.v8f32", _FLOATS, _FLOATS, _FLOATS, _FLOATS)
-        self.thread = declare("omp_get_thread_num", _I32)
-        self.team = declare("omp_get_num_threads", _I32)
-        self.in_parallel = declare("GOMP_parallel", _VOID, _POINTER, _POINTER, _I32, _I32)
-
-    def function(self, name: str, *arguments: Any, internal: bool = True) -> tuple[Any, Any]:
-        """A function to write, and a builder at its start."""
-        function = ir.Function(self.module, ir.FunctionType(_VOID, arguments), name)
-        function.linkage = "internal" if internal else "external"
-        return function, ir.IRBuilder(function.append_basic_block())
-
-
-def _write_quantize(library: _Library) -> Any:
-    """quantize(x, codes, sums, scales, rows, groups): of rows of x the 16-bit codes as (groups, rows, GROUP), the sums
-    of each group's, scaled, as (rows, PADDED groups) floats, the scales as (groups, rows) floats."""
-    function, b = library.function("quantize", *[_POINTER] * 4, *[_I64] * 2)
-    x, codes, sums, scales, rows, groups = function.args
+def _write_quantize(library: Library, prepared: str) -> Any:
+    """quantize(x, codes, sums, scales, gain, rows, groups, eps): of rows of x the 16-bit codes as (groups, rows,
+    GROUP), the sums of each group's, scaled, as (rows, PADDED groups) floats, the scales as (groups, rows) floats."""
+    function, b = library.function(f"quantize_{prepared}", *[POINTER] * 5, *[I64] * 2, F32)
+    x, codes, sums, scales, gain, rows, groups, eps = function.args
+    width = b.mul(groups, I64(2 if prepared == "gated" else 1))
 
     def of_row(row: Value, _: Sequence[Value]) -> None:
-        source = b.gep(x, [b.mul(b.mul(row, groups), _I64(2 * GROUP))])
-        own_sums = b.gep(sums, [b.mul(b.mul(row, _padded(b, groups)), _I64(4))])
+        source = at(b, x, b.mul(row, width), _BFLOAT_GROUP)
+        own_sums = at(b, sums, b.mul(row, _padded(b, groups)), 4)
+        read = _reader(library, b, prepared, source, gain, groups, eps)
 
         def of_group(group: Value, _: Sequence[Value]) -> None:
             place = b.add(b.mul(group, rows), row)
-            target = b.gep(codes, [b.mul(place, _I64(2 * GROUP))])
-            scale, total = _encode_group(library, b, _group_floats(b, source, group), target)
-            _store(b, scale, scales, b.mul(place, _I64(4)))
-            _store(b, b.fmul(total, scale), own_sums, b.mul(group, _I64(4)))
+            scale, total = _encode_group(library, b, read(group), at(b, codes, place, 2 * GROUP))
+            store(b, scale, scales, b.mul(place, I64(4)))
+            store(b, b.fmul(total, scale), own_sums, b.mul(group, I64(4)))
 
         def fill(group: Value, _: Sequence[Value]) -> None:
-            _store(b, _F32(0), own_sums, b.mul(group, _I64(4)))
+            store(b, F32(0), own_sums, b.mul(group, I64(4)))
 
-        _loop(b, _I64(0), groups, 1, of_group)
-        _loop(b, groups, _padded(b, groups), 1, fill)
+        loop(b, I64(0), groups, 1, of_group)
+        loop(b, groups, _padded(b, groups), 1, fill)
 
-    _loop(b, _I64(0), rows, 1, of_row)
+    loop(b, I64(0), rows, 1, of_row)
     b.ret_void()
     return function
 
 
+def _reader(
+    library: Library, b: Any, prepared: str, row: Value, gain: Value, groups: Value, eps: Value
+) -> Callable[[Value], list[Value]]:
+    """Gives a group's floats, as they are to be multiplied."""
+    if prepared == PLAIN:
+        return lambda group: _group_floats(b, row, group)
+    if prepared == "gated":
+        up = at(b, row, groups, _BFLOAT_GROUP)
+        return lambda group: [
+            b.fdiv(b.fmul(gate, factor), b.fadd(floats(1.0), library.exp(b, b.fneg(gate))))
+            for gate, factor in zip(_group_floats(b, row, group), _group_floats(b, up, group), strict=True)
+        ]
+
+    def add_squares(group: Value, sums: Sequence[Value]) -> list[Value]:
+        parts = _group_floats(b, row, group)
+        return [b.call(library.fma, [part, part, old]) for part, old in zip(parts, sums, strict=True)]
+
+    zero = FLOATS(None)
+    one, two, three, four = loop(b, I64(0), groups, 1, add_squares, [zero] * (GROUP // LANES))
+    squares = b.fadd(b.fadd(one, two), b.fadd(three, four))
+    inverse = library.inverse_norm(b, squares, b.mul(groups, I64(GROUP)), eps)
+
+    def normed(group: Value) -> list[Value]:
+        gains = at(b, gain, group, 4 * GROUP)
+        return [
+            b.fmul(b.fmul(part, inverse), load(b, gains, 4 * LANES * n, FLOATS))
+            for n, part in enumerate(_group_floats(b, row, group))
+        ]
+
+    return normed
+
+
 def _group_floats(b: Any, row: Value, group: Value) -> list[Value]:
-    at = b.gep(row, [b.mul(group, _I64(2 * GROUP))])
-    return [_widened(b, _load(b, at, 2 * _LANES * n, _BFLOATS)) for n in range(GROUP // _LANES)]
+    place = at(b, row, group, _BFLOAT_GROUP)
+    return [widened(b, load(b, place, 2 * LANES * n, BFLOATS)) for n in range(GROUP // LANES)]
 
 
-def _encode_group(library: _Library, b: Any, floats: Sequence[Value], target: Value) -> tuple[Value, Value]:
+def _encode_group(library: Library, b: Any, parts: Sequence[Value], target: Value) -> tuple[Value, Value]:
     """Stores the codes; gives their scale, and their sum as a float."""
-    best = _FLOATS(None)
-    for part in floats:
+    best = FLOATS(None)
+    for part in parts:
         best = b.call(library.larger, [best, b.call(library.magnitude, [part])])
     for shift in (4, 2, 1):
-        turned = b.shuffle_vector(best, best, _INTS([(lane + shift) % _LANES for lane in range(_LANES)]))
+        turned = b.shuffle_vector(best, best, INTS([(lane + shift) % LANES for lane in range(LANES)]))
         best = b.call(library.larger, [best, turned])
-    limit = _FLOATS([_LIMIT] * _LANES)
-    counts = b.fcmp_ordered(">", best, _FLOATS([_SMALLEST] * _LANES))
-    inverse = b.select(counts, b.fdiv(limit, best), _FLOATS(None))
-    whole = [b.call(library.to_ints, [b.fmul(part, inverse)]) for part in floats]
+    limit = floats(_LIMIT)
+    counts = b.fcmp_ordered(">", best, floats(_SMALLEST))
+    inverse = b.select(counts, b.fdiv(limit, best), FLOATS(None))
+    whole = [b.call(library.to_ints, [b.fmul(part, inverse)]) for part in parts]
     for n, part in enumerate(whole):
-        _store(b, b.trunc(part, _BFLOATS), target, 2 * _LANES * n)
-    total = _across(b, b.add(b.add(whole[0], whole[1]), b.add(whole[2], whole[3])), b.add)
-    return b.extract_element(b.fdiv(best, limit), _I32(0)), b.sitofp(total, _F32)
+        store(b, b.trunc(part, BFLOATS), target, 2 * LANES * n)
+    total = across(b, b.add(b.add(whole[0], whole[1]), b.add(whole[2], whole[3])), b.add)
+    return b.extract_element(b.fdiv(best, limit), I32(0)), b.sitofp(total, F32)
 
 
-def _write_part(library: _Library, kind: str, rows: int) -> Any:
+def _write_part(library: Library, kind: str, rows: int) -> Any:
     """part(arguments): one thread's tiles, all rows; the arguments are those that the entry stores."""
-    function, b = library.function(f"{kind}_{rows}_part", _POINTER)
-    fields = [_load(b, function.args[0], 8 * n, t, 8) for n, t in enumerate([_POINTER] * 6 + [_I64] * 2)]
+    function, b = library.function(f"{kind}_{rows}_part", POINTER)
+    fields = [load(b, function.args[0], 8 * n, t, 8) for n, t in enumerate([POINTER] * _POINTERS + [I64] * 2)]
     part = _Part(library, b, kind, rows, *fields)
-    thread, team = (b.sext(b.call(asked, []), _I64) for asked in (library.thread, library.team))
-    begin = b.sdiv(b.mul(part.tiles, thread), team)
-    end = b.sdiv(b.mul(part.tiles, b.add(thread, _I64(1))), team)
-    _loop(b, begin, end, 1, part.write_tile)
+    loop(b, *library.own_share(b, part.tiles), 1, part.write_tile)
     b.ret_void()
     return function
 
@@ -147,13 +183,15 @@ def _write_part(library: _Library, kind: str, rows: int) -> Any:
 class _Part:
     """Writes what one thread does; the values are the entry's arguments and what `quantize` made of the rows."""
 
-    library: _Library
+    library: Library
     b: Any
     kind: str
     rows: int
     out: Value
     weights: Value
     beside: Value
+    bias: Value
+    residual: Value
     codes: Value
     sums: Value
     scales: Value
@@ -161,184 +199,121 @@ class _Part:
     groups: Value
 
     def write_tile(self, tile: Value, _: Sequence[Value]) -> None:
-        at_once = _AT_ONCE.get(self.rows, 1)
-        for first in range(0, TILE, at_once):
-            lanes = range(first, first + at_once)
-            found = self._products(tile, lanes)
-            if self.kind == "int4":
-                found = self._with_zeros(tile, lanes, found)
-            for n, total in enumerate(found):
-                lane, row = divmod(n, self.rows)
-                self._store_number(tile, first + lane, row, total)
+        few = -(-self.rows // -(-self.rows // _ROWS_AT_ONCE))
+        for begin in range(0, self.rows, few):
+            rows = range(begin, min(begin + few, self.rows))
+            at_once = _AT_ONCE[len(rows)]
+            for first in range(0, TILE, at_once):
+                lanes = range(first, first + at_once)
+                found = self._products(tile, lanes, rows)
+                if self.kind == "int4":
+                    found = self._with_zeros(tile, lanes, rows, found)
+                for (lane, row), total in zip(product(lanes, rows), found, strict=True):
+                    self._store_number(tile, lane, row, total)
 
-    def _products(self, tile: Value, lanes: range) -> list[Value]:
+    def _products(self, tile: Value, lanes: range, rows: range) -> list[Value]:
         """For each of a tile's `lanes` and each row eight floats that add up to weights · row; in eight bits without
         the output row's scale, in four without the zeros."""
         b = self.b
-        group_bytes = _I64(TILE * (GROUP if self.kind == "int8" else 2 + GROUP // 2))
+        group_bytes = I64(TILE * (GROUP if self.kind == "int8" else 2 + GROUP // 2))
         weights = b.gep(self.weights, [b.mul(tile, b.mul(self.groups, group_bytes))])
         read: Callable[[Value, int], tuple[list[Value], Value | None]] = (
             self._read_8 if self.kind == "int8" else self._read_4
         )
 
-        def of_group(group: Value, floats: Sequence[Value]) -> list[Value]:
-            at = b.gep(weights, [b.mul(group, group_bytes)])
+        def of_group(group: Value, old: Sequence[Value]) -> list[Value]:
+            record = b.gep(weights, [b.mul(group, group_bytes)])
             found = []
             for n, lane in enumerate(lanes):
-                pair, weight_scale = read(at, lane)
-                for row in range(self.rows):
-                    old = floats[n * self.rows + row]
-                    found.append(self._add_product(pair, weight_scale, group, row, old))
+                pair, weight_scale = read(record, lane)
+                for m, row in enumerate(rows):
+                    sums = old[n * len(rows) + m]
+                    found.append(self._add_product(pair, weight_scale, group, row, sums))
             return found
 
-        return _loop(b, _I64(0), self.groups, 1, of_group, [_FLOATS(None)] * (len(lanes) * self.rows))
+        return loop(b, I64(0), self.groups, 1, of_group, [FLOATS(None)] * (len(lanes) * len(rows)))
 
-    def _read_8(self, at: Value, lane: int) -> tuple[list[Value], None]:
-        halves = [_load(self.b, at, lane * GROUP + half, ir.VectorType(_I8, 16)) for half in (0, 16)]
-        return [self.b.sext(half, _HALVES) for half in halves], None
+    def _read_8(self, record: Value, lane: int) -> tuple[list[Value], None]:
+        halves = [load(self.b, record, lane * GROUP + half, ir.VectorType(I8, 16)) for half in (0, 16)]
+        return [self.b.sext(half, HALVES) for half in halves], None
 
-    def _read_4(self, at: Value, lane: int) -> tuple[list[Value], Value]:
+    def _read_4(self, record: Value, lane: int) -> tuple[list[Value], Value]:
         """A lane's codes, and its scale in eight floats."""
         b = self.b
-        two_scales = _splat(b, _load(b, at, 4 * (lane // 2), _I32, 4), _INTS)
-        scale = b.shl(two_scales, _INTS([16] * 8)) if lane % 2 == 0 else b.and_(two_scales, _INTS([-65536] * 8))
-        both = b.sext(_load(b, at, 2 * TILE + lane * GROUP // 2, ir.VectorType(_I8, 16)), _HALVES)
-        low = b.ashr(b.shl(both, _HALVES([12] * 16)), _HALVES([12] * 16))
-        return [low, b.ashr(both, _HALVES([4] * 16))], b.bitcast(scale, _FLOATS)
+        two_scales = splat(b, load(b, record, 4 * (lane // 2), I32, 4), INTS)
+        scale = b.shl(two_scales, INTS([16] * 8)) if lane % 2 == 0 else b.and_(two_scales, INTS([-65536] * 8))
+        both = b.sext(load(b, record, 2 * TILE + lane * GROUP // 2, ir.VectorType(I8, 16)), HALVES)
+        low = b.ashr(b.shl(both, HALVES([12] * 16)), HALVES([12] * 16))
+        return [low, b.ashr(both, HALVES([4] * 16))], b.bitcast(scale, FLOATS)
 
     def _add_product(self, pair: list[Value], weight_scale: Value | None, group: Value, row: int, old: Value) -> Value:
         b = self.b
-        place = b.add(b.mul(group, _I64(self.rows)), _I64(row))
-        at = b.gep(self.codes, [b.mul(place, _I64(2 * GROUP))])
-        halves = [_load(b, at, GROUP * n, _HALVES) for n in range(2)]
+        place = b.add(b.mul(group, I64(self.rows)), I64(row))
+        codes = at(b, self.codes, place, 2 * GROUP)
+        halves = [load(b, codes, GROUP * n, HALVES) for n in range(2)]
         low, high = (b.call(self.library.multiply_add_pairs, [w, x]) for w, x in zip(pair, halves, strict=True))
-        scale = _splat(b, _load(b, self.scales, b.mul(place, _I64(4)), _F32, 4), _FLOATS)
+        scale = splat(b, load(b, self.scales, b.mul(place, I64(4)), F32, 4), FLOATS)
         if weight_scale is not None:
             scale = b.fmul(scale, weight_scale)
-        return b.call(self.library.fma, [b.sitofp(b.add(low, high), _FLOATS), scale, old])
+        return b.call(self.library.fma, [b.sitofp(b.add(low, high), FLOATS), scale, old])
 
-    def _with_zeros(self, tile: Value, lanes: range, products: list[Value]) -> list[Value]:
+    def _with_zeros(self, tile: Value, lanes: range, rows: range, products: list[Value]) -> list[Value]:
         """Each group's zero times the row's sum added."""
         b = self.b
         padded = _padded(b, self.groups)
-        zeros = b.gep(self.beside, [b.mul(tile, b.mul(padded, _I64(2 * TILE)))])
+        zeros = b.gep(self.beside, [b.mul(tile, b.mul(padded, I64(2 * TILE)))])
 
-        def of_groups(group: Value, floats: Sequence[Value]) -> list[Value]:
-            found = list(floats)
+        def of_groups(group: Value, old: Sequence[Value]) -> list[Value]:
+            found = list(old)
             for n, lane in enumerate(lanes):
-                at = b.mul(b.add(b.mul(padded, _I64(lane)), group), _I64(2))
-                own = _widened(b, _load(b, zeros, at, _BFLOATS))
-                for row in range(self.rows):
-                    place = b.mul(b.add(b.mul(padded, _I64(row)), group), _I64(4))
-                    which = n * self.rows + row
-                    sums = _load(b, self.sums, place, _FLOATS, 4)
+                place = b.mul(b.add(b.mul(padded, I64(lane)), group), I64(2))
+                own = widened(b, load(b, zeros, place, BFLOATS))
+                for m, row in enumerate(rows):
+                    place = b.mul(b.add(b.mul(padded, I64(row)), group), I64(4))
+                    which = n * len(rows) + m
+                    sums = load(b, self.sums, place, FLOATS, 4)
                     found[which] = b.call(self.library.fma, [own, sums, found[which]])
             return found
 
-        return _loop(b, _I64(0), self.groups, PADDED, of_groups, products)
+        return loop(b, I64(0), self.groups, PADDED, of_groups, products)
 
     def _store_number(self, tile: Value, lane: int, row: int, total: Value) -> None:
         b = self.b
-        column = b.add(b.mul(tile, _I64(TILE)), _I64(lane))
-        value = _across(b, total, b.fadd)
+        column = b.add(b.mul(tile, I64(TILE)), I64(lane))
+        value = across(b, total, b.fadd)
         if self.kind == "int8":
-            value = b.fmul(value, _widened_one(b, _load(b, self.beside, b.mul(column, _I64(2)), _I16)))
-        place = b.add(b.mul(b.mul(self.tiles, _I64(TILE)), _I64(row)), column)
-        _store(b, _rounded(b, value), self.out, b.mul(place, _I64(2)))
+            value = b.fmul(value, self._number(self.beside, column))
+        place = b.add(b.mul(b.mul(self.tiles, I64(TILE)), I64(row)), column)
+        for added, index in ((self.bias, column), (self.residual, place)):
+            value = self._plus(value, added, index)
+        store(b, rounded(b, value), self.out, b.mul(place, I64(2)))
+
+    def _plus(self, value: Value, added: Value, index: Value) -> Value:
+        """With the number at `index` of `added`, where there is such."""
+        (value,) = where_given(self.b, added, [value], lambda: [self.b.fadd(value, self._number(added, index))])
+        return value
+
+    def _number(self, pointer: Value, index: Value) -> Value:
+        return widened_one(self.b, load(self.b, pointer, self.b.mul(index, I64(2)), I16))
 
 
-def _write_entry(library: _Library, name: str, rows: int, quantize: Any, part: Any) -> None:
-    function, b = library.function(name, *[_POINTER] * 4, *[_I64] * 2, _I32, internal=False)
-    x, out, weights, beside, tiles, groups, threads = function.args
-    codes = b.alloca(_I8, b.mul(groups, _I64(2 * GROUP * rows)))
+def _write_entry(library: Library, name: str, rows: int, quantize: Mapping[str, Any], part: Any) -> None:
+    function, b = library.function(name, *[POINTER] * 7, *[I64] * 2, F32, I32, I32, internal=False)
+    x, out, weights, beside, bias, residual, gain, tiles, groups, eps, prepared, threads = function.args
+    codes = b.alloca(I8, b.mul(groups, I64(2 * GROUP * rows)))
     codes.align = 64
-    sums = b.alloca(_I8, b.mul(_padded(b, groups), _I64(4 * rows)))
-    scales = b.alloca(_I8, b.mul(groups, _I64(4 * rows)))
-    b.call(quantize, [x, codes, sums, scales, _I64(rows), groups])
-    arguments = b.bitcast(b.alloca(_I64, 8), _POINTER)
-    for n, value in enumerate((out, weights, beside, codes, sums, scales, tiles, groups)):
-        _store(b, value, arguments, 8 * n, 8)
-    with b.if_else(b.icmp_signed(">", threads, _I32(1))) as (several, one):
-        with several:
-            b.call(library.in_parallel, [b.bitcast(part, _POINTER), arguments, threads, _I32(0)])
-        with one:
-            b.call(part, [arguments])
+    sums = b.alloca(I8, b.mul(_padded(b, groups), I64(4 * rows)))
+    scales = b.alloca(I8, b.mul(groups, I64(4 * rows)))
+    for number, way in enumerate(PREPARED):
+        with b.if_then(b.icmp_signed("==", prepared, I32(number))):
+            b.call(quantize[way], [x, codes, sums, scales, gain, I64(rows), groups, eps])
+    fields = (out, weights, beside, bias, residual, codes, sums, scales, tiles, groups)
+    arguments = b.bitcast(b.alloca(I64, len(fields)), POINTER)
+    for n, value in enumerate(fields):
+        store(b, value, arguments, 8 * n, 8)
+    library.run(b, part, arguments, threads)
     b.ret_void()
 
 
-def _loop(
-    b: Any,
-    begin: Value,
-    end: Value,
-    step: int,
-    body: Callable[[Value, Sequence[Value]], Sequence[Value] | None],
-    carried: Sequence[Value] = (),
-) -> list[Value]:
-    """for i in range(begin, end, step): carried = body(i, carried). Gives what is carried out of it."""
-    before, inside, after = b.block, b.append_basic_block(), b.append_basic_block()
-    b.cbranch(b.icmp_signed("<", begin, end), inside, after)
-    b.position_at_end(inside)
-    index = b.phi(_I64)
-    entering = [b.phi(value.type) for value in carried]
-    leaving = body(index, entering) or ()
-    following, last = b.add(index, _I64(step)), b.block
-    b.cbranch(b.icmp_signed("<", following, end), inside, after)
-    for phi, first, next_one in zip([index, *entering], [begin, *carried], [following, *leaving], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(next_one, last)
-    b.position_at_end(after)
-    results = []
-    for first, final in zip(carried, leaving, strict=True):
-        result = b.phi(first.type)
-        result.add_incoming(first, before)
-        result.add_incoming(final, last)
-        results.append(result)
-    return results
-
-
 def _padded(b: Any, groups: Value) -> Value:
-    return b.and_(b.add(groups, _I64(PADDED - 1)), _I64(-PADDED))
-
-
-def _place(b: Any, pointer: Value, offset: Value | int, kind: Any) -> Value:
-    moved = b.gep(pointer, [_I64(offset) if isinstance(offset, int) else offset])
-    return b.bitcast(moved, kind.as_pointer())
-
-
-def _load(b: Any, pointer: Value, offset: Value | int, kind: Any, align: int = 1) -> Value:
-    return b.load(_place(b, pointer, offset, kind), align=align)
-
-
-def _store(b: Any, value: Value, pointer: Value, offset: Value | int, align: int = 1) -> None:
-    b.store(value, _place(b, pointer, offset, value.type), align=align)
-
-
-def _splat(b: Any, value: Value, kind: Any) -> Value:
-    nothing = kind(ir.Undefined)
-    return b.shuffle_vector(b.insert_element(nothing, value, _I32(0)), nothing, _INTS(None))
-
-
-def _across(b: Any, vector: Value, add: Callable[[Value, Value], Value]) -> Value:
-    """The eight lanes' sum."""
-    count = _LANES
-    while count > 1:
-        count //= 2
-        low, high = ([_I32(lane) for lane in range(start, start + count)] for start in (0, count))
-        mask = ir.VectorType(_I32, count)
-        vector = add(*(b.shuffle_vector(vector, vector, mask(half)) for half in (low, high)))
-    return b.extract_element(vector, _I32(0))
-
-
-def _widened(b: Any, bfloats: Value) -> Value:
-    return b.bitcast(b.shl(b.zext(bfloats, _INTS), _INTS([16] * _LANES)), _FLOATS)
-
-
-def _widened_one(b: Any, bfloat: Value) -> Value:
-    return b.bitcast(b.shl(b.zext(bfloat, _I32), _I32(16)), _F32)
-
-
-def _rounded(b: Any, value: Value) -> Value:
-    """float32 → bfloat16's 16 bits, to the nearest, ties to even."""
-    bits = b.bitcast(value, _I32)
-    odd = b.and_(b.lshr(bits, _I32(16)), _I32(1))
-    return b.trunc(b.lshr(b.add(bits, b.add(odd, _I32(0x7FFF))), _I32(16)), _I16)
+    return b.and_(b.add(groups, I64(PADDED - 1)), I64(-PADDED))

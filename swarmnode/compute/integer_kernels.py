@@ -1,7 +1,7 @@
 """Products of few rows with packed weights, compiled at load by llvmlite where that is installed and the CPU fits.
 
 torch's packed kernels are written for AVX-512; on CPUs without it they take as long as the product in bfloat16 does.
-`integer_code.py` says what these compute and how their weights lie.
+`integer_code.py` says what these compute and how their weights lie, `block_code.py` what else is compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 KINDS = ("int8", "int4")
+PREPARED = ("plain", "normed", "gated")
+"""What a product may make of its rows first, see `write_products`; a call gives the place in this list."""
+PLAIN = PREPARED[0]
 MAX_ROWS = 8
 """Of x in one call."""
 TILE = 4
@@ -40,11 +43,25 @@ class IntegerKernels:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, ctypes.c_int32)
-        self._functions: dict[str, list[Callable[..., None]]] = {
-            kind: [prototype(engine.get_function_address(f"{kind}_{rows}")) for rows in range(1, MAX_ROWS + 1)]
-            for kind in KINDS
+        pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 2
+        prototype = ctypes.CFUNCTYPE(None, *pointers, *sizes, ctypes.c_float, ctypes.c_int32, ctypes.c_int32)
+        addresses = {
+            kind: [engine.get_function_address(f"{kind}_{rows}") for rows in range(1, MAX_ROWS + 1)] for kind in KINDS
         }
+        self._functions: dict[str, list[Callable[..., None]]] = {
+            kind: [prototype(address) for address in of_rows] for kind, of_rows in addresses.items()
+        }
+        self._entries = {kind: (ctypes.c_int64 * MAX_ROWS)(*of_rows) for kind, of_rows in addresses.items()}
+        self.block = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2)(engine.get_function_address("block"))
+        """One block's step of up to MAX_ROWS rows: addresses of records as `block_layout.py` has them."""
+
+    def functions(self, kind: str) -> Sequence[Callable[..., None]]:
+        """A kind's functions for one row, two rows, …: see `write_products`."""
+        return self._functions[kind]
+
+    def entries(self, kind: str) -> int:
+        """The address of the addresses of a kind's functions, by rows."""
+        return ctypes.addressof(self._entries[kind])
 
     def product(self, kind: str, weights: torch.Tensor, beside: torch.Tensor) -> Product:
         """With `weights` of (out / TILE, in / GROUP, …) and, `beside` them, scales of eight bits or zeros of four, of
@@ -56,7 +73,7 @@ class IntegerKernels:
             raise ValueError(f"{kind} weights as {found}: the kernel reads {expected}, whole and in the CPU's memory")
         if groups * GROUP > MAX_INPUTS:
             raise ValueError(f"{groups * GROUP:,} inputs: the kernel's stack has room for {MAX_INPUTS:,}")
-        return Product(self, self._functions[kind], weights, beside)
+        return Product(self, kind, weights, beside)
 
 
 def _layout(kind: str, tiles: int, groups: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -71,36 +88,50 @@ def _layout(kind: str, tiles: int, groups: int) -> list[tuple[torch.dtype, tuple
 class Product:
     """(n, in) rows in bfloat16 → (n, out). Holds the code and the memory that it calls and reads by address."""
 
-    __slots__ = ("_fixed", "_functions", "_held", "_inputs", "_outputs")
+    __slots__ = ("_fixed", "_functions", "_held", "_kind", "inputs", "outputs")
 
-    def __init__(
-        self,
-        kernels: IntegerKernels,
-        functions: Sequence[Callable[..., None]],
-        weights: torch.Tensor,
-        beside: torch.Tensor,
-    ) -> None:
+    def __init__(self, kernels: IntegerKernels, kind: str, weights: torch.Tensor, beside: torch.Tensor) -> None:
         self._held = kernels, weights, beside
-        self._functions = functions
-        self._outputs, self._inputs = weights.shape[0] * TILE, weights.shape[1] * GROUP
+        self._kind, self._functions = kind, kernels.functions(kind)
+        self.outputs, self.inputs = weights.shape[0] * TILE, weights.shape[1] * GROUP
         # Asked for once: a small matrix takes little longer than these questions.
-        self._fixed = weights.data_ptr(), beside.data_ptr(), weights.shape[0], weights.shape[1]
+        addresses = weights.data_ptr(), beside.data_ptr(), None, None, None
+        self._fixed = *addresses, *weights.shape[:2], 0.0, PREPARED.index(PLAIN)
+
+    def slots(self, bias: torch.Tensor | None) -> dict[str, int]:
+        """For a block's record, by MATRIX_SLOTS; `bias` (out,) in bfloat16 is to live as long as that is used. Raises
+        ValueError for a bias that the code would misread."""
+        if bias is not None and not (bias.shape == (self.outputs,) and plain_bfloat16(bias)):
+            raise ValueError(f"a bias of {list(bias.shape)} {bias.dtype}: the kernel reads {self.outputs} in bfloat16")
+        kernels, weights, beside = self._held
+        return {
+            "entries": kernels.entries(self._kind),
+            "weights": weights.data_ptr(),
+            "beside": beside.data_ptr(),
+            "bias": 0 if bias is None else bias.data_ptr(),
+            "tiles": weights.shape[0],
+            "groups": weights.shape[1],
+        }
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Raises ValueError for rows that the code would misread."""
         count, inputs = rows.shape
-        if inputs != self._inputs or rows.dtype != torch.bfloat16 or not rows.is_cpu:
+        if inputs != self.inputs or rows.dtype != torch.bfloat16 or not rows.is_cpu:
             raise ValueError(
-                f"rows of {inputs} {rows.dtype} on {rows.device}: "
-                f"the weight takes {self._inputs} in bfloat16 on the CPU"
+                f"rows of {inputs} {rows.dtype} on {rows.device}: the weight takes {self.inputs} in bfloat16 on the CPU"
             )
         rows = rows.contiguous()
-        out = torch.empty((count, self._outputs), dtype=torch.bfloat16)
+        out = torch.empty((count, self.outputs), dtype=torch.bfloat16)
         source, target, threads = rows.data_ptr(), out.data_ptr(), torch.get_num_threads()
         for begin in range(0, count, MAX_ROWS):
             function = self._functions[min(MAX_ROWS, count - begin) - 1]
-            function(source + 2 * begin * inputs, target + 2 * begin * self._outputs, *self._fixed, threads)
+            function(source + 2 * begin * inputs, target + 2 * begin * self.outputs, *self._fixed, threads)
         return out
+
+
+def plain_bfloat16(tensor: torch.Tensor) -> bool:
+    """Whether it can be read by its address alone."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.is_contiguous()
 
 
 @functools.cache
@@ -132,7 +163,7 @@ def _kernels_of_this_cpu() -> IntegerKernels | None:
 
 def _compiled(llvm: Any, features: str) -> Any:
     """No pass of LLVM's optimizer: the code is written as it is to run, and those take longer than all the rest."""
-    from swarmnode.compute.integer_code import write_module
+    from swarmnode.compute.block_code import write_module
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

@@ -85,12 +85,27 @@ class SessionCache:
         """Write (1, kv_heads, n, head_dim) behind the past of `layer`; return views of past and new together."""
         start = self._lengths[layer]
         end = start + keys.shape[2]
-        key_buffer = self._keys[layer] = _with_room(self._keys[layer], keys, start, end)
-        value_buffer = self._values[layer] = _with_room(self._values[layer], values, start, end)
+        key_buffer, value_buffer = self._make_room(layer, keys, values, end)
         key_buffer[:, :, start:end] = keys
         value_buffer[:, :, start:end] = values
         self._lengths[layer] = end
         return key_buffer[:, :, :end], value_buffer[:, :, :end]
+
+    def extend(self, layer: int, position: torch.Tensor) -> tuple[int, int, int, int]:
+        """Room for one more position, shaped as `position`, which the caller is to write behind the past of `layer`:
+        the addresses of keys and values, (kv_heads, capacity, head_dim) each, their capacity, and the past's length."""
+        start = self._lengths[layer]
+        keys, values = self._make_room(layer, position, position, start + 1)
+        self._lengths[layer] = start + 1
+        return keys.data_ptr(), values.data_ptr(), keys.shape[2], start
+
+    def _make_room(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self._lengths[layer]
+        key_buffer = self._keys[layer] = _with_room(self._keys[layer], keys, start, end)
+        value_buffer = self._values[layer] = _with_room(self._values[layer], values, start, end)
+        return key_buffer, value_buffer
 
     def state(self, layer: int) -> RecurrentState:
         """The recurrent state of `layer`, a new one at first."""

@@ -17,8 +17,9 @@ from torch.nn.functional import rms_norm, silu
 from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute.attention import attend
 from swarmnode.compute.card_projection import on_card
+from swarmnode.compute.compiled_step import BlockParts, Gain
 from swarmnode.compute.projections import DenseProjection
-from swarmnode.compute.tiled_projections import packed
+from swarmnode.compute.tiled_projections import TiledProjection, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,10 @@ class Norm:
         ones = torch.ones_like(weight)
         self._offset = bool((module(ones).float() - weight.float()).mean() > 0.5)
         self._weight = (1.0 + weight.float()) if self._offset else weight
+
+    def gain(self) -> Gain:
+        """As compiled code takes it."""
+        return Gain(self._weight.float().contiguous(), self._eps)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self._offset:
@@ -197,6 +202,34 @@ class LeanBlock:
 
     def size_bytes(self) -> int:
         return sum(projection.size_bytes() for projection in self.projections)
+
+    def parts(self) -> BlockParts | None:
+        """What a compiled step computes with; None where it would compute something else. It knows neither norms behind
+        attention and MLP, nor other gates than silu, nor changed scores; a mode that was asked for is torch's."""
+        products = [each for each in self.projections if isinstance(each, TiledProjection)]
+        settings = self.settings
+        sandwich = self._attention_norm is not None or self._output_norm is not None
+        if len(products) != len(MATRICES) or sandwich or self._activation is not silu:
+            return None
+        if settings.explicit or settings.mode != "auto":
+            return None
+        qkv, o, gate_up, down = products
+        return BlockParts(
+            qkv=qkv,
+            o=o,
+            gate_up=gate_up,
+            down=down,
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            window=settings.window,
+            scaling=self._head_dim**-0.5 if settings.scaling is None else settings.scaling,
+            rotates=self.rotates,
+            input_gain=self._norm.gain(),
+            mlp_gain=self._mlp_norm.gain(),
+            query_gain=None if self._q_norm is None else self._q_norm.gain(),
+            key_gain=None if self._k_norm is None else self._k_norm.gain(),
+        )
 
     def _bind(self, projections: Sequence[Projection]) -> None:
         self._qkv, self._o, self._gate_up, self._down = projections

@@ -15,6 +15,7 @@ from swarmnode.compute.kv_cache import StepCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from swarmnode.compute.compiled_step import CompiledStep
     from swarmnode.compute.kv_cache import SessionCache
     from swarmnode.compute.lean_block import LeanBlock, Norm
     from swarmnode.compute.projections import Projection
@@ -71,6 +72,17 @@ class LeanDecoder:
     def __init__(self, blocks: Sequence[LeanBlock], kinds: Sequence[str], tables: dict[str, RotaryTable]) -> None:
         self.blocks = list(blocks)
         self._kinds, self._tables = list(kinds), tables
+        self._compiled: CompiledStep | None = None
+        self._compiled_below = 0
+
+    @property
+    def compiled(self) -> bool:
+        """Whether few rows go through compiled blocks."""
+        return self._compiled is not None
+
+    def use_compiled(self, step: CompiledStep, below: int) -> None:
+        """From here on `step` takes single positions of fewer than `below` sessions."""
+        self._compiled, self._compiled_below = step, below
 
     def kernels(self) -> str:
         """Whose multiply the blocks' matrices: a name, or more of them joined by +."""
@@ -78,12 +90,19 @@ class LeanDecoder:
 
     def run(self, rows: torch.Tensor, positions: torch.Tensor, caches: Sequence[SessionCache]) -> torch.Tensor:
         """(batch, n, hidden) rows at (batch, n) positions through all blocks; `rows` stay as they are."""
+        rotations = self.rotations(positions)
+        if self._compiled is not None and rows.shape[1] == 1 and len(caches) < self._compiled_below:
+            return self._compiled.run(rows, rotations, caches)
         step = StepCache(caches, 0)
-        highest = int(positions.max())
-        rotations = {kind: table.at(positions, highest) for kind, table in self._tables.items()}
-        for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
-            rows = block(rows, rotations[kind], step, layer)
+        for layer, (block, rotation) in enumerate(zip(self.blocks, rotations, strict=True)):
+            rows = block(rows, rotation, step, layer)
         return rows
+
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each block's tables of (batch, n) positions, (batch, n, 1, head_dim) each."""
+        highest = int(positions.max())
+        by_kind = {kind: table.at(positions, highest) for kind, table in self._tables.items()}
+        return [by_kind[kind] for kind in self._kinds]
 
     def size_bytes(self) -> int:
         return sum(block.size_bytes() for block in self.blocks)

@@ -18,6 +18,7 @@ import torch
 from swarmnode.catalog.slices import layer_of
 from swarmnode.cluster.quantization import HEAD_BYTES_PER_PARAM
 from swarmnode.compute.attention import attention_mode
+from swarmnode.compute.compiled_step import compiled_step
 from swarmnode.compute.few_rows import hasten_few_rows
 from swarmnode.compute.kv_cache import SessionCache, StepCache
 from swarmnode.compute.lean_block import MATRICES, LeanBlock, Norm, NotLean, fused_room, rows_of
@@ -131,6 +132,7 @@ class LeanBuilder:
         tail = self._tail() if model.is_last else None
         hasten_few_rows(projection for block in decoder.blocks for projection in block.projections)
         hasten_few_rows([tail.head] if isinstance(tail, LeanTail) else [])
+        _use_compiled(model, decoder)
         model.use_lean(decoder, tail)
 
     def _tail(self) -> Tail:
@@ -226,6 +228,30 @@ def _prove(model: StageModel, layer: int, fused: FusedWeights, mode: str) -> Lea
         _compare(found, seen.result, part, TOLERANCE[model.dtype], f"block {layer}")
     assert lean is not None
     return lean
+
+
+def _use_compiled(model: StageModel, decoder: LeanDecoder) -> None:
+    """Let compiled code take steps of few rows, where it knows all of the blocks and reproduced each of them."""
+    parts = [block.parts() for block in decoder.blocks]
+    step = compiled_step(parts)
+    if step is None:
+        return
+    rows, positions = _probe_rows(model, _PIECE + 1), torch.arange(_PIECE + 1)[None]
+    before, now = (decoder.rotations(part) for part in (positions[:, :_PIECE], positions[:, _PIECE:]))
+    try:
+        for layer, block in enumerate(decoder.blocks):
+            theirs, ours = SessionCache(1), SessionCache(1)
+            for cache in (theirs, ours):
+                block(rows[:, :_PIECE], before[layer], StepCache([cache], 0), 0)
+            alone, last = compiled_step(parts[layer : layer + 1]), rows[:, _PIECE:]
+            assert alone is not None
+            expected = block(last, now[layer], StepCache([theirs], 0), 0)
+            found = alone.run(last, now[layer : layer + 1], [ours])
+            _compare(found, expected, last, TOLERANCE[model.dtype], f"compiled block {model.first_layer + layer}")
+    except NotLean as error:
+        _log.warning("%s: torch's operations serve each step: %s", model.name, error)
+        return
+    decoder.use_compiled(step, below=step.many_rows)
 
 
 def _check_entry(model: StageModel) -> None:

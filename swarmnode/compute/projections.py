@@ -29,11 +29,12 @@ _Argument = TypeVar("_Argument")
 GROUP = 32
 """Weights that share a scale and a zero in four bits; also llama.cpp's block, whose codes are taken as they are."""
 _LEVELS = 15
-_ROWS = (2, 4, 8, 16, 32, 64)
+_ROWS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Tried in turn: up to what the longest prompt pieces have."""
 MEASURED_ELEMENTS = 1 << 18
 """Smaller weights are not worth measuring: they take defaults."""
 _MEASURE_S = 0.5
-"""Per shape; a measurement that takes longer ends with what it knows so far."""
+"""Per shape; a measurement that would take longer ends with what it knows so far."""
 DEFAULT_ROWS = 32
 CHUNK_ROWS = 128
 """Weights are unpacked in multiples of this many output rows: whole blocks of every packed layout."""
@@ -116,6 +117,10 @@ class DenseProjection:
     def weight(self) -> torch.Tensor:
         return self._weight
 
+    @property
+    def inputs(self) -> int:
+        return self._weight.shape[1]
+
     def size_bytes(self) -> int:
         return self._weight.nbytes + (self._bias.nbytes if self._bias is not None else 0)
 
@@ -135,21 +140,22 @@ class PackedProjection(ABC):
     """What the packed kernels have in common: bfloat16 in and out, the bias added after, and once `measure` was called,
     many rows through float32."""
 
-    __slots__ = ("_bias", "_out", "_unpack_from")
+    __slots__ = ("_bias", "_out", "many_rows")
     name = ""
     kernels = "torch"
 
     def __init__(self, shape: torch.Size, bias: torch.Tensor | None) -> None:
         self._out = shape[0]
         self._bias = bias.clone() if bias is not None else None  # a view would keep the block's dense memory
-        self._unpack_from = 1 << 62
+        self.many_rows = 1 << 62
+        """From so many on they go through float32."""
 
     def measure(self) -> None:
-        self._unpack_from = crossover_rows(self._packed, self._unpacked, (self._out, self.inputs), self.name)
+        self.many_rows = crossover_rows(self._packed, self._unpacked, (self._out, self.inputs), self.name)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
-        out = (self._packed if flat.shape[0] < self._unpack_from else self._unpacked)(flat)
+        out = (self._packed if flat.shape[0] < self.many_rows else self._unpacked)(flat)
         if self._bias is not None:
             out = out + self._bias
         return out.view(*rows.shape[:-1], self._out)
@@ -344,9 +350,10 @@ def _measure_crossover(
         packed_s = min(timed(few, probe), timed(few, probe))
         if unpacked_s < packed_s:
             return rows
-        if time.perf_counter() - started > _MEASURE_S:
+        # Twice the rows take either way at most twice as long, and each is run twice.
+        if time.perf_counter() - started + 4 * (unpacked_s + packed_s) > _MEASURE_S:
             break
-    # So many times the rows take the packed kernel at most so many times as long.
+    # So many times the rows take the packed kernel at most so many times as long, and the other one no less than now.
     return max(2 * rows, int(rows * unpacked_s / packed_s))
 
 

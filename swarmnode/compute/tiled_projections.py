@@ -39,7 +39,7 @@ _TRIES = 5
 _log = logging.getLogger("swarmnode.compute.kernels")
 
 
-class _TiledProjection(PackedProjection):
+class TiledProjection(PackedProjection):
     """Weights in tiles, and what lies beside them: scales of eight bits, zeros of four."""
 
     __slots__ = ("_beside", "_product", "_weight")
@@ -62,6 +62,14 @@ class _TiledProjection(PackedProjection):
     def inputs(self) -> int:
         return self._weight.shape[1] * GROUP
 
+    @property
+    def outputs(self) -> int:
+        return self._out
+
+    def slots(self) -> dict[str, int]:
+        """What the compiled block is told of this matrix; raises ValueError for a bias that it would misread."""
+        return self._product.slots(self._bias)
+
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         return self._product(rows)
 
@@ -69,7 +77,7 @@ class _TiledProjection(PackedProjection):
         return self._weight.nbytes + self._beside.nbytes
 
 
-class TiledInt8Projection(_TiledProjection):
+class TiledInt8Projection(TiledProjection):
     """As Int8Projection, in tiles."""
 
     __slots__ = ()
@@ -92,7 +100,7 @@ class TiledInt8Projection(_TiledProjection):
         return weights.reshape(-1, self.inputs)
 
 
-class TiledInt4Projection(_TiledProjection):
+class TiledInt4Projection(TiledProjection):
     """As Int4Projection, in tiles."""
 
     __slots__ = ()

@@ -34,8 +34,14 @@ def run(benchmark: str, servable: Path, *options: str) -> dict[str, Any]:
 
 
 def test_decode(servable: Path) -> None:
-    result = run("decode", servable, "--threads", "1", "--rows", "1", "--context", "8", "--rounds", "1")
+    result = run(
+        "decode", servable, "--threads", "1", "--rows", "1,2", "--context", "8", "--tokens", "8", "--rounds", "2"
+    )
     assert {"lean-bf16", "int8", "int4-fast"} <= result["ratios"].keys()
+    (measured,) = result["runs"]
+    assert measured["tokens"] == 8
+    assert measured["step_ms"]["int8"].keys() == {"1", "2"}
+    assert measured["where_ms"]["int8"].keys() == {"qkv", "o", "gate_up", "down", "head", "rest"}
     assert all(rate > 0 for rate in result["tokens_per_s"].values())
 
 

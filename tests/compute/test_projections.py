@@ -148,6 +148,37 @@ def test_the_crossover_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatc
     assert crossover_rows(slow_beyond_4, steady, (8, 8), "test") == projections.DEFAULT_ROWS
 
 
+@pytest.mark.parametrize(
+    ("row_s", "fixed_s", "found", "last"),
+    [
+        pytest.param(1e-4, 0.02, 512, 512, id="between 256 and 512"),
+        pytest.param(1e-4, 0.004, 128, 128, id="between 64 and 128"),
+        pytest.param(1e-4, 0.03, 1024, 512, id="beyond what pieces have"),
+        pytest.param(1e-3, 0.1, 116, 16, id="no time for more"),
+    ],
+)
+def test_the_crossover_is_measured_up_to_the_longest_pieces(
+    row_s: float, fixed_s: float, found: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row costs the one way `row_s`, the other half of that beside a cost of its own."""
+    monkeypatch.setattr(projections, "_measured", {})
+    tried: list[int] = []
+
+    def timed(way: object, rows: torch.Tensor) -> float:
+        tried.append(rows.shape[0])
+        return row_s * rows.shape[0] if way is few else fixed_s + row_s / 2 * rows.shape[0]
+
+    def few(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def many(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    monkeypatch.setattr(projections, "timed", timed)
+    assert crossover_rows(few, many, (1024, 1024), "test") == found
+    assert max(tried) == last
+
+
 def test_a_measurement_that_ran_out_of_time_assumes_no_more_than_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unpacking a head of 28 million weights takes longer than all the time there is: few rows stay packed."""
     monkeypatch.setattr(projections, "_measured", {})
