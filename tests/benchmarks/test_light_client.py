@@ -28,5 +28,5 @@ def test_a_chat_is_read_with_the_time_of_each_piece() -> None:
 
 
 def test_a_reply_that_failed_or_was_cut_is_no_reply() -> None:
-    with pytest.raises(RuntimeError, match="without its end mark.*stage_lost"):
+    with pytest.raises(RuntimeError, match=r"without its end mark.*stage_lost"):
         list(chunks_of(b'data: {"choices":[]}\n\ndata: {"error":{"code":"stage_lost"}}\n\n'))
