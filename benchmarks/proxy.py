@@ -91,6 +91,8 @@ class DelayLoop:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, tuple[_Line, _Line]] = {}
         """By socket: the line that it is the source of, and the one that it is the sink of."""
+        self._watched: dict[socket.socket, int] = {}
+        """What each socket wakes for; 0: nothing."""
         self._waiting: deque[tuple[float, _Line, bytes]] = deque()
         """(when it was read, its line, bytes), not due yet."""
         self._stopped, self._stop = socket.socketpair()
@@ -143,8 +145,8 @@ class DelayLoop:
         for sock, lines in ((near, (there, back)), (far, (back, there))):
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._lines[sock] = lines
-            self._selector.register(sock, selectors.EVENT_READ)
+            self._lines[sock], self._watched[sock] = lines, 0
+            self._watch(sock)
 
     def _guarded(self, step: Callable[[_Line], None], line: _Line) -> None:
         """A connection that breaks on one side ends on both."""
@@ -190,12 +192,14 @@ class DelayLoop:
         """Wake for what this socket is wanted for, and for nothing else."""
         source_of, sink_of = self._lines[sock]
         events = (selectors.EVENT_READ if source_of.reads else 0) | (selectors.EVENT_WRITE if sink_of.due else 0)
-        known = self._selector.get_map().get(sock)
-        if known is None and events:
+        watched, self._watched[sock] = self._watched[sock], events
+        if events == watched:
+            return
+        if not watched:
             self._selector.register(sock, events)
-        elif known is not None and not events:
+        elif not events:
             self._selector.unregister(sock)
-        elif known is not None and known.events != events:
+        else:
             self._selector.modify(sock, events)
 
     def _end(self, line: _Line) -> None:
@@ -209,7 +213,7 @@ class DelayLoop:
     def _close(self, line: _Line) -> None:
         for sock in (line.source, line.sink):
             if self._lines.pop(sock, None) is not None:
-                if sock in self._selector.get_map():
+                if self._watched.pop(sock):
                     self._selector.unregister(sock)
                 sock.close()
 

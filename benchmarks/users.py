@@ -7,20 +7,21 @@ import secrets
 import statistics
 import tempfile
 import threading
-import time
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.light_client import light_chat
 from benchmarks.ring_latency import Proxy
 from swarmnode.cli.chat_stream import ChatResult, run_chat
 from swarmnode.cli.demo import demo_model
 from swarmnode.cli.local_swarm import LocalSwarm
 from swarmnode.config import read_settings
+from swarmnode.local_access import read_local_access
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 PROMPTS = ("a lighthouse keeper", "two rivals", "a long winter", "an old clock", "a train", "bees", "a map", "the sea")
 WARM_UP_TOKENS = 32
@@ -47,6 +48,9 @@ class Ring:
         self.stages = stages
         self.model = model
         self._swarm = swarm
+        access = read_local_access(swarm.folder / "coordinator", swarm.api)
+        assert access is not None
+        self._secret = access.secret
         self._numbers = itertools.count()
 
     @property
@@ -79,23 +83,22 @@ class Ring:
         for thread in threads:
             thread.join()
 
-    def chat(
-        self, messages: Sequence[Mapping[str, str]], tokens: int, show: Callable[[str], None] = lambda _: None
-    ) -> ChatResult:
+    def chat(self, messages: Sequence[Mapping[str, str]], tokens: int) -> ChatResult:
         """One greedy reply of at most `tokens` tokens."""
-        body = {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": tokens}
         with closing(self._swarm.client()) as client:
-            return run_chat(client, body, show)
+            return run_chat(client, self._body(messages, tokens), lambda _: None)
 
     def mark(self) -> str:
         """What a prompt begins with so that it begins like no other: nothing of it is continued from memory."""
         return f"{secrets.token_hex(3)} {next(self._numbers)}."
 
+    def _body(self, messages: Sequence[Mapping[str, str]], tokens: int) -> dict[str, Any]:
+        return {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": tokens}
+
     def _ask(self, crowd: Crowd, index: int, tokens: int) -> None:
         story = f"{self.mark()} Write a very long story about {PROMPTS[index % len(PROMPTS)]}, with many details."
-        times = crowd.times_s[index]
-        messages = [{"role": "user", "content": story}]
-        crowd.results[index] = self.chat(messages, tokens, lambda _: times.append(time.monotonic()))
+        body = self._body([{"role": "user", "content": story}], tokens)
+        crowd.results[index] = light_chat(self._swarm.api, self._secret, body, crowd.times_s[index])
 
 
 @dataclass(slots=True)

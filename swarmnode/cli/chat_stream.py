@@ -65,12 +65,13 @@ def run_chat(client: ApiClient, body: Mapping[str, Any], show: Callable[[str], N
     started_s = time.monotonic()
     options = {"stream_options": {"include_usage": True}}
     for chunk in client.stream_chat({**body, **options}):
-        _take(result, chunk, started_s, show)
+        take_chunk(result, chunk, time.monotonic() - started_s, show)
     result.total_s = time.monotonic() - started_s
     return result
 
 
-def _take(result: ChatResult, chunk: Mapping[str, Any], started_s: float, show: Callable[[str], None]) -> None:
+def take_chunk(result: ChatResult, chunk: Mapping[str, Any], after_s: float, show: Callable[[str], None]) -> None:
+    """Add a chunk that came so many seconds after the request, and give its text to `show`."""
     if usage := chunk.get("usage"):
         result.prompt_tokens, result.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -79,6 +80,6 @@ def _take(result: ChatResult, chunk: Mapping[str, Any], started_s: float, show: 
         result.finish_reason = choice["finish_reason"] or result.finish_reason
         text = choice["delta"].get("content")
         if text:
-            result.ttft_s = result.ttft_s or time.monotonic() - started_s
+            result.ttft_s = result.ttft_s or after_s
             result.text += text
             show(text)
