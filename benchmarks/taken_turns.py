@@ -22,7 +22,19 @@ class Turns:
     """What so many users got, and what groups of exact sizes cost meanwhile."""
 
     crowds: list[Crowd]
-    costs: GroupCosts
+    rounds: list[GroupCosts]
+    """One from before the first run, and one from behind each."""
+
+    @property
+    def costs(self) -> GroupCosts:
+        return typical(self.rounds)
+
+    def costs_about(self, turn: int) -> GroupCosts:
+        """Those of one run: the means of the round before it and the round behind it."""
+        return [
+            {rows: (ms + after[rows]) / 2 for rows, ms in before.items()}
+            for before, after in zip(self.rounds[turn], self.rounds[turn + 1], strict=True)
+        ]
 
     @property
     def rates(self) -> list[float]:
@@ -45,7 +57,7 @@ def take_turns(ring: Ring, timers: StageTimers, users: int, tokens: int) -> Turn
     for _ in range(TURNS):
         crowds.append(ring.run(users, tokens))
         rounds.append(timers.groups_ms())
-    return Turns(crowds, typical(rounds))
+    return Turns(crowds, rounds)
 
 
 def step_parts(stages: int) -> tuple[str, ...]:

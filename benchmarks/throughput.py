@@ -2,10 +2,11 @@
 
 `python -m benchmarks.throughput --stages 2 --users 1,2,4,8 --rtt-ms 0,20 --json`. Real processes, the demo model, links
 through a delaying proxy. Real runs take turns with measurements of the step costs: the same slices run groups of exact
-sizes, all stages at once, in processes of their own (`benchmarks/stage_times.py`). The bound is `sims.bound` over the
-medians of these costs. On one machine the stages share its processor: what one stage leaves idle makes the other
-faster, so a ratio above 1 is possible where a ring is not full; and nodes, coordinator and clients take their part of
-it, which shows as milliseconds of the stages in `step_ms` above those in `costs_ms`.
+sizes, all stages at once, in processes of their own (`benchmarks/stage_times.py`). A run's bound is `sims.bound` over
+the costs from just before and behind it, because a machine's speed may change by a third from one run to the next; the
+report has the medians over the runs. On one machine the stages share its processor: what one stage leaves idle makes
+the other faster, so a ratio above 1 is possible where a ring is not full; and nodes, coordinator and clients take their
+part of it, which shows as milliseconds of the stages in `step_ms` above those in `costs_ms`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ from sims.engines import interpolate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from benchmarks.stage_times import GroupCosts
 
 
 def measure(
@@ -50,17 +54,23 @@ def measure(
 
 def _row(ring: Ring, timers: StageTimers, users: int, tokens: int, asked_ms: float) -> dict[str, Any]:
     turns = take_turns(ring, timers, users, tokens)
-    bound = bound_tokens_per_s(users, [partial(interpolate, cost) for cost in turns.costs], ring.road_ms)
+    bounds = [_bound(turns.costs_about(turn), users, ring.road_ms) for turn in range(len(turns.crowds))]
+    ratios = [rate / bound for rate, bound in zip(turns.rates, bounds, strict=True)]
     return {
         "users": users,
         "rtt_ms": asked_ms,
         "tokens_per_s": round(turns.tokens_per_s, 2),
-        "bound_tokens_per_s": round(bound, 2),
-        "ratio": round(turns.tokens_per_s / bound, 3),
+        "bound_tokens_per_s": round(statistics.median(bounds), 2),
+        "ratio": round(statistics.median(ratios), 3),
         "runs": [round(rate, 2) for rate in turns.rates],
+        "bounds": [round(bound, 2) for bound in bounds],
         "costs_ms": turns.costs,
         "step_ms": {part: round(turns.step_ms(part), 1) for part in step_parts(ring.stages)},
     }
+
+
+def _bound(costs: GroupCosts, users: int, road_ms: float) -> float:
+    return bound_tokens_per_s(users, [partial(interpolate, cost) for cost in costs], road_ms)
 
 
 def _numbers(text: str) -> list[int]:

@@ -56,10 +56,12 @@ def test_turns_give_the_medians_of_their_crowds() -> None:
         Crowd([[0.0, every_s, 2 * every_s]], [replied(3, {"link_ms": link_ms})])
         for every_s, link_ms in ((0.1, 20.0), (0.2, 26.0), (0.05, 21.0))
     ]
-    turns = Turns(crowds, [])
+    turns = Turns(crowds, [[{1: 10.0}], [{1: 14.0}], [{1: 20.0}], [{1: 90.0}]])
     assert turns.rates == [pytest.approx(10.0), pytest.approx(5.0), pytest.approx(20.0)]
     assert turns.tokens_per_s == pytest.approx(10.0)
     assert turns.step_ms("link_ms") == 21.0
+    assert turns.costs == [{1: 17.0}]
+    assert [turns.costs_about(turn) for turn in range(3)] == [[{1: 12.0}], [{1: 17.0}], [{1: 55.0}]]
     assert step_parts(2) == ("stage0_ms", "stage1_ms", "link_ms", "queue_ms")
 
 
