@@ -7,10 +7,14 @@ measurements of the step costs: the same slices run groups of exact sizes, all s
 what then is measured is no group of that size). Rates and costs are the medians of these turns, of the same minute.
 The simulator's links lead from worker to worker, so its road is `link_ms` of a lone reply of the same ring that is not
 compared: what the proxies delay, and the way through pipes, nodes and TLS. So the row of one user only says that a
-reply's parts add up; the prediction begins with two. No factor is fitted: what the simulator leaves
-out (text, the gateway, a processor that all share, uneven steps) shows as the difference. Where it arises is told by a
-step's time in the stages, on the links and in queues, real beside simulated: other milliseconds in the stages are other
-groups or other costs of the same groups.
+reply's parts add up; the prediction begins with two.
+
+Two predictions. `off_alone` takes the step costs as they are where nothing but the stages runs. In a ring nodes,
+coordinator, proxies and users want the same cores for every token, and that makes the same steps dearer (`host_share`:
+a step's time in the stages, as replies tell it, over that of the first prediction, less one; by stage; groups of other
+sizes would count in it as well). `off` takes the costs times that: what they are while the ring carries that traffic.
+Nothing is fitted to a rate. The first says what a simulation without a host leaves out, the second whether rounds,
+links and queues are as in the ring.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from sims.scenarios.decode import bound_of, steady
 from swarmnode.ring.head_messages import Finished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from benchmarks.stage_times import GroupCosts
 
@@ -54,6 +58,7 @@ def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, A
         "dtype": dtype,
         "threads_per_stage": threads,
         "worst": max(abs(row["off"]) for row in rows),
+        "worst_alone": max(abs(row["off_alone"]) for row in rows),
         "rows": rows,
     }
 
@@ -61,20 +66,35 @@ def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, A
 def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: int) -> dict[str, Any]:
     turns = take_turns(ring, timers, users, tokens)
     real = turns.tokens_per_s
-    simulated, parts = _simulated(turns.costs, road_ms, users)
+    alone, alone_ms = predicted(turns.costs, road_ms, users)
+    shares = host_shares(turns.step_ms, alone_ms)
+    simulated, parts = predicted(dearer(turns.costs, shares), road_ms, users)
     return {
         "users": users,
         "real_tokens_per_s": round(real, 2),
         "real_runs": [round(rate, 2) for rate in turns.rates],
         "simulated_tokens_per_s": round(simulated, 2),
         "off": round(simulated / real - 1, 3),
+        "alone_tokens_per_s": round(alone, 2),
+        "off_alone": round(alone / real - 1, 3),
+        "host_share": [round(share, 3) for share in shares],
         "real_step_ms": _parts(turns.step_ms),
         "simulated_step_ms": parts,
         "costs_ms": turns.costs,
     }
 
 
-def _simulated(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, dict[str, float]]:
+def host_shares(real_ms: Callable[[str], float], alone_ms: Mapping[str, float]) -> list[float]:
+    """By stage: how much dearer a step is in the ring than where only the stages run."""
+    return [real_ms(part) / alone_ms[part] - 1 for part in PARTS[:STAGES]]
+
+
+def dearer(costs: GroupCosts, shares: Sequence[float]) -> GroupCosts:
+    """The same tables with each stage's share on top."""
+    return [{n: ms * (1 + share) for n, ms in table.items()} for table, share in zip(costs, shares, strict=True)]
+
+
+def predicted(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, dict[str, float]]:
     """Tokens per second, and what the simulated replies say of a step when they are ended."""
     spec = RingSpec(tuple(StageTable(cost) for cost in costs), links_of(STAGES, road_ms))
     world = spec.build()
@@ -100,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     report = measure(chosen.rtt_ms, chosen.tokens, chosen.dtype, chosen.threads)
     table = Table(title=f"{STAGES} stages, {report['rtt_ms']:g} ms; worst difference {report['worst']:.1%}")
-    names = ("users", "real_tokens_per_s", "simulated_tokens_per_s", "off")
+    names = ("users", "real_tokens_per_s", "simulated_tokens_per_s", "off", "off_alone", "host_share")
     for name in (*names, *PARTS):
         table.add_column(name, justify="right")
     for row in report["rows"]:

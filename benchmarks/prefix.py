@@ -10,7 +10,8 @@ thrown away.
 
 It cannot be 1: the new tokens attend to all of the past. By arithmetic that adds 2 x past x heads x head_dim / (weights
 of a layer) to their work: 0.5 for the demo model behind 1,600 positions (its layers are small: 3.5 M weights), 0.1 for
-one with 2,048 numbers a position.
+one with 2,048 numbers a position. `--hidden 2048` measures that: no ring, but one layer of that width with random
+weights (`benchmarks/wide_layer.py`), behind `--tokens` positions and behind none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.users import PROMPTS, RingUnderTest, running_ring
+from benchmarks.wide_layer import WIDTH_STEP, measure_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +40,8 @@ QUESTION = (
     "Thank you, that was a pleasure to read. Now please tell me in your own words what the keeper saw from the tower "
     "on the last evening, what he did about it, and what the people of the village said when they heard of it."
 )
+NEW_TOKENS = 62
+"""Of the second turn of the demo model: its question and what the template adds."""
 FITTED_TOKENS = 2
 """The prompt that stands alone is lengthened word by word until it is this close to the new tokens."""
 
@@ -128,12 +132,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="TTFT of a long conversation's second turn, by its new tokens alone.")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1500, help="of the first turn, about")
+    parser.add_argument("--hidden", type=int, default=0, help="instead: one layer of this width, random weights")
     parser.add_argument("--runs", type=int, default=5, help="measured conversations, after one for warm-up")
     parser.add_argument("--rtt-ms", type=float, default=0.0, help="round trip between neighbours")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="per stage")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     chosen = parser.parse_args(arguments)
+    if chosen.hidden % WIDTH_STEP:
+        parser.error(f"--hidden {chosen.hidden} is no multiple of {WIDTH_STEP}")
+    if chosen.hidden:
+        wide = measure_layer(chosen.hidden, chosen.tokens, NEW_TOKENS, chosen.runs, chosen.dtype, chosen.threads)
+        print(json.dumps(wide))
+        return
     about = RingUnderTest(chosen.stages, chosen.rtt_ms, chosen.dtype, chosen.threads)
     report = measure(chosen.tokens, chosen.runs, about)
     _show(report)

@@ -125,7 +125,7 @@ def serve(case: Mapping[str, Any]) -> None:
     folder, first, end, total = Path(case["folder"]), case["first_layer"], case["end_layer"], case["num_layers"]
     files = tuple(sorted(folder.glob("shards/*/*.safetensors")))
     spec = StageSpec(folder, files, first, end, total, first == 0, end == total, case["dtype"], "cpu", case["threads"])
-    bench = _Bench(load_stage(spec), spec.is_first)
+    bench = Bench(load_stage(spec), spec.is_first)
     bench.groups(max(GROUP_ROWS), 0.0)
     print(json.dumps(bench.pieces([256], 0)), flush=True)
     for line in sys.stdin:
@@ -134,7 +134,7 @@ def serve(case: Mapping[str, Any]) -> None:
         print(json.dumps(took_ms), flush=True)
 
 
-class _Bench:
+class Bench:
     """Runs work of one loaded stage. Session 0 reads pieces; those from 1 on step in groups, and stay."""
 
     def __init__(self, engine: TorchEngine, is_first: bool) -> None:

@@ -2,9 +2,9 @@
 
 Nothing of the rules is written again here. What is replaced is links and compute: a link is a FIFO queue per lane
 with a latency and a bandwidth, a forward is the engine's answer after the virtual seconds it asked for, and one heap
-orders it all. The worker's loop (`compute/ring_loop.py`) is followed step by step: inputs wait while a forward runs,
-then all of them are taken with the time of their arrival, then the timer, then what is to be sent, then the next
-work. The same calls give the same run, byte by byte.
+orders it all. The worker's loop (`compute/ring_loop.py`) is followed step by step: inputs wait while a step runs
+(beside a prompt piece they are taken at once), then all of them are taken with the time of their arrival, then the
+timer, then what is to be sent, then the next work. The same calls give the same run, byte by byte.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from swarmnode.ring.head_messages import (
 )
 from swarmnode.ring.messages import Broken, Envelope, Group, Piece
 from swarmnode.ring.stage import Stage
-from swarmnode.ring.work import Sampling, Work, WorkResult
+from swarmnode.ring.work import PieceWork, Sampling, Work, WorkResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,13 +110,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Node:
-    """One stage's worker: a machine, an engine, and the inputs that wait while a forward runs."""
+    """One stage's worker: a machine, an engine, and the inputs that wait while a step runs."""
 
     stage: int
     machine: Head | Stage
     engine: TimedEngine
     inbox: deque[tuple[float, HeadInput]] = field(default_factory=deque)
     busy: bool = False
+    listens: bool = False
+    """It is busy with a prompt piece, and takes inputs beside it."""
     busy_s: float = 0.0
     """Virtual seconds spent in forwards so far, the one under way included."""
     timer_s: float | None = None
@@ -277,11 +279,14 @@ class World:
         return taken
 
     def _turn(self, node: Node) -> None:
-        """One round of the worker's loop; while a forward runs, inputs wait."""
-        if node.busy or node.hung:
+        """One round of the worker's loop; while a step runs, inputs wait."""
+        if node.hung or (node.busy and not node.listens):
             return
         for arrived_s, message in self._take(node):
             node.machine.receive(message, arrived_s)  # type: ignore[arg-type]  # a stage gets envelopes only
+        if node.listens:
+            self._hand_out(node)
+            return
         node.machine.handle_timer(self.now_s)
         self._flush(node)
         work = node.machine.next_work(self.now_s)
@@ -291,7 +296,7 @@ class World:
 
     def _start(self, node: Node, work: Work) -> None:
         result, took_s = self._run(node, work), node.engine.took_s
-        node.busy = True
+        node.busy, node.listens = True, isinstance(work, PieceWork)
         node.busy_s += took_s
         self._log(str(node.stage), lambda: work_text(work, took_s, result.failed))
         self._at(self.now_s + took_s, lambda: self._complete(node, work, replace(result, compute_ms=took_s * 1e3)))
@@ -301,7 +306,7 @@ class World:
         return node.engine.run(work)
 
     def _complete(self, node: Node, work: Work, result: WorkResult) -> None:
-        node.busy = False
+        node.busy = node.listens = False
         node.machine.complete(work, result, self.now_s)
         self._flush(node)
         self._turn(node)
@@ -309,6 +314,9 @@ class World:
     def _flush(self, node: Node) -> None:
         for session in node.machine.freed():
             self._free(node, session)
+        self._hand_out(node)
+
+    def _hand_out(self, node: Node) -> None:
         for envelope in node.machine.outgoing():
             self._send(node.stage, envelope)
         if isinstance(node.machine, Head):

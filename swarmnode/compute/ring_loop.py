@@ -1,4 +1,9 @@
-"""Joins a ring machine to an engine: the worker's one compute loop, which never waits for text or sockets."""
+"""Joins a ring machine to an engine: the worker's one compute loop, which never waits for text or sockets.
+
+A decode step is short: what arrives meanwhile waits for its end. A prompt piece is not, and a token that comes back
+to stage 0 during one belongs to a user who waits for it. So a second thread takes inputs while a piece is computed, and
+only then: the machine is never used by both at once, and steps pay nothing for it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,12 @@ import time
 import traceback
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnode.compute.step_stats import StepStats
 from swarmnode.errors import SwarmError
-from swarmnode.ring.work import Activation, Failure, GroupWork, WorkResult
+from swarmnode.ring.work import Activation, Failure, GroupWork, PieceWork, WorkResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,11 +63,15 @@ class Inbox:
         return self._queue.get_nowait()
 
 
+_COMPUTED = object()
+"""In the inbox: the piece is computed, and the inputs are the loop's again."""
+
+
 class RingLoop:
     """Feeds the machine from `inbox`, runs its work, and hands out what it wants sent.
 
     `send` takes an envelope, `drain_events` is called after every input (the head's events go to the text thread),
-    `report` takes the gauges. All three are called on the loop's thread and must not block.
+    `report` takes the gauges. All three are called on one of the loop's threads at a time and must not block.
     """
 
     def __init__(
@@ -84,6 +94,10 @@ class RingLoop:
         self._reported: Mapping[str, int] = {}
         self._reported_s = 0.0
         self._owes_report = False
+        self._pieces: SimpleQueue[bool] = SimpleQueue()
+        """To the thread beside: a piece begins (True), or the loop has ended."""
+        self._heard: SimpleQueue[bool | Exception] = SimpleQueue()
+        """From it, when the piece is computed: whether the loop goes on, or what went wrong with an input."""
 
     def close(self) -> None:
         """End `run` after the work in hand; callable from any thread."""
@@ -91,6 +105,13 @@ class RingLoop:
 
     def run(self) -> None:
         """Serve until `close`."""
+        Thread(target=self._listen, name="beside-pieces", daemon=True).start()
+        try:
+            self._serve()
+        finally:
+            self._pieces.put(False)
+
+    def _serve(self) -> None:
         while True:
             work = self._machine.next_work(time.monotonic())
             self._flush()  # a frame that was refused instead of run has freed a session and sent its failure
@@ -101,14 +122,48 @@ class RingLoop:
                     return
                 self._stats.waited(time.monotonic() - idle_s)
                 continue
-            result = run_work(self._engine, work)
+            result, goes_on = self._run(work)
             self._log_stats(work, result)
             self._machine.complete(work, result, time.monotonic())
             self._flush()
             if time.monotonic() - self._reported_s >= STATS_INTERVAL_S:
                 self._report_gauges()
-            if not self._take_inputs(wait=False):
+            if not goes_on or not self._take_inputs(wait=False):
                 return
+
+    def _run(self, work: Work) -> tuple[WorkResult, bool]:
+        """The forward, and whether the loop is to go on after it."""
+        if not isinstance(work, PieceWork):
+            return run_work(self._engine, work), True
+        self._pieces.put(True)
+        try:
+            result = run_work(self._engine, work)
+        finally:
+            self.inbox.put(_COMPUTED)
+        heard = self._heard.get()
+        if isinstance(heard, Exception):
+            raise heard
+        return result, heard
+
+    def _listen(self) -> None:
+        """The thread beside: from a piece's beginning to its end the inputs are its own."""
+        while self._pieces.get():
+            try:
+                self._heard.put(self._take_until_computed())
+            except Exception as error:  # the loop raises it: a machine that failed must not serve on
+                self._heard.put(error)
+
+    def _take_until_computed(self) -> bool:
+        """Returns whether the loop is to go on. What is freed meanwhile waits: the engine is at work."""
+        goes_on = True
+        while (entry := self.inbox.get(None))[1] is not _COMPUTED:
+            arrived_s, message = entry
+            if message is None:
+                goes_on = False
+                continue
+            self._machine.receive(message, arrived_s)
+            self._hand_out()
+        return goes_on
 
     def _log_stats(self, work: Work, result: WorkResult) -> None:
         line = self._stats.ran(len(work.rows) if isinstance(work, GroupWork) else 0, result.compute_ms)
@@ -136,6 +191,9 @@ class RingLoop:
     def _flush(self) -> None:
         for session in self._machine.freed():
             self._engine.free(session)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
         for envelope in self._machine.outgoing():
             self._send(envelope)
         self._drain_events()

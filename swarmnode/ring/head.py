@@ -215,14 +215,14 @@ class Head:
             self._failed(Failed(session_id, gens[session_id], failure.code, failure.message), now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
-            self._plan.turns.piece_ended(result.compute_ms, now)
+            self._plan.piece_ended(result.compute_ms)
             if session := self._sessions.alive(work.session, gens[work.session]):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
-            self._plan.turns.step_ended(result.compute_ms)
+            slot = self._plan.step_ended([row.session for row in work.rows], now)
             done = [row for row in work.rows if row.session not in result.failed]
             rows = [Row(row.session, gens[row.session], row.pos) for row in done]
-            self._group_computed(rows, result, compute_ms, now)
+            self._group_computed(rows, result, compute_ms, slot, now)
         self._balance(now)
 
     def _piece_computed(
@@ -247,7 +247,9 @@ class Head:
         )
         self._outgoing.append(Envelope("pre", piece))
 
-    def _group_computed(self, rows: list[Row], result: WorkResult, compute_ms: tuple[float, ...], now: float) -> None:
+    def _group_computed(
+        self, rows: list[Row], result: WorkResult, compute_ms: tuple[float, ...], slot: bool, now: float
+    ) -> None:
         if self.config.num_stages == 1:
             self._tokens(Tokens(tuple(rows), result.tokens, compute_ms), now)
             return
@@ -257,7 +259,7 @@ class Head:
         hidden = result.onward().take_rows(alive)
         for i in alive:
             self._sessions[rows[i].session].hidden_bytes += len(hidden.data) // len(alive)
-        group = Group(tuple(rows[i] for i in alive), hidden, compute_ms, round_ms=self._plan.round_ms)
+        group = Group(tuple(rows[i] for i in alive), hidden, compute_ms, round_ms=self._plan.round_ms, slot=slot)
         self._plan.turns.left([row.session for row in group.rows], self._plan.round_ms, compute_ms[0], now)
         self._outgoing.append(Envelope("act", group))
 
@@ -326,7 +328,7 @@ class Head:
     def _take_token(self, session: Session, token: int, now: float) -> None:
         session.reply.append(token)
         session.last_token = token
-        session.delayed = self._plan.turns.arrived((session.id,), now)
+        self._plan.turns.over(session.id)
         session.ready_s = session.progress_s = now
         self._events.append(Sampled(session.request, token))
         if token in self.config.eos_token_ids:

@@ -67,6 +67,8 @@ class Group:
     queue_ms: float = 0.0
     round_ms: float | None = None
     """How long these rows take to come back to a stage where no prompt piece holds them up; None: nobody knows."""
+    slot: bool = True
+    """A prompt piece may begin right behind it (`turns`); a head that says nothing of it means all groups."""
 
 
 @dataclass(frozen=True, slots=True)

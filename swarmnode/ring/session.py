@@ -92,8 +92,6 @@ class Session:
     """Names the group its last step went round with."""
     group_rows: int = 0
     """How many sessions that group had when it was begun."""
-    delayed: bool = False
-    """Its next step has waited for a prompt piece at stage 0."""
     last_token: int | None = None
     """Set while the session is ready for its next decode step; None while a step is in flight."""
     ready_s: float = 0.0
@@ -156,7 +154,7 @@ class Session:
         """What still travels of it belongs to a past generation."""
         self.phase, self.gen = Phase.PAUSED, self.gen + 1
         self.pieces.clear()
-        self.last_token, self.wants_room, self.delayed = None, False, False
+        self.last_token, self.wants_room = None, False
 
     def resume(self, now: float) -> None:
         """Read all its tokens again: the answer to the last of them is the next token, as if nothing had been."""
@@ -188,7 +186,6 @@ class Session:
         """Its next position as one of the `rows` of group `group`; from now on it is under way."""
         row = DecodeRow(self.id, self.length, self.last_token)
         self.last_token = None
-        self.delayed = False
         self.group, self.group_rows = group, rows
         self.step_started_s = self.progress_s = now
         return row

@@ -53,8 +53,6 @@ class _Queued:
     message: Piece | Group
     arrived_s: float
     started_s: float = 0.0
-    delayed: bool = False
-    """A group that has waited for a prompt piece here."""
     ended: dict[SessionId, int] = field(default_factory=dict)
     """Sessions that ended (up to a generation) while this stood in the queue: the floor may be gone before its turn."""
 
@@ -87,8 +85,9 @@ class Stage:
     def receive(self, envelope: Envelope, now: float) -> None:
         match envelope.message:
             case Group() as message:
-                delayed = self._turns.arrived([row.session for row in message.rows], now)
-                self._groups.append(_Queued(message, now, delayed=delayed))
+                for row in message.rows:
+                    self._turns.over(row.session)
+                self._groups.append(_Queued(message, now))
             case Piece() as message:
                 self._pieces.append(_Queued(message, now))
             case End() | Drop() as end:
@@ -129,7 +128,7 @@ class Stage:
         """A piece where it is a piece's turn, else the group that came first."""
         self._wakes_s = None
         while self._groups or self._pieces:
-            take_piece = bool(self._pieces) and self._turns.piece_is_next(self._waiting(), now)
+            take_piece = bool(self._pieces) and self._turns.piece_is_next(bool(self._groups), now)
             if not take_piece and not self._groups:
                 self._wakes_s = self._turns.held_until_s(now)
                 break
@@ -137,25 +136,13 @@ class Stage:
             queued.started_s = now
             work = self._admit(queued)
             if work is not None:
-                self._note(work)
+                if isinstance(work, GroupWork):
+                    self._turns.step_begins()
+                else:
+                    self._turns.piece_begins()
                 return work
         self._turns.idles()
         return None
-
-    def _waiting(self) -> list[tuple[list[SessionId], bool]]:
-        return [
-            ([row.session for row in queued.message.rows], queued.delayed)
-            for queued in self._groups
-            if isinstance(queued.message, Group)
-        ]
-
-    def _note(self, work: Work) -> None:
-        if isinstance(work, GroupWork):
-            self._turns.step_begins([row.session for row in work.rows])
-            return
-        self._turns.piece_begins()
-        for group in self._groups:
-            group.delayed = True
 
     def _admit(self, queued: _Queued) -> Work | None:
         message = queued.message
@@ -212,11 +199,10 @@ class Stage:
         compute_ms = (*message.compute_ms, result.compute_ms)
         queue_ms = message.queue_ms + (queued.started_s - queued.arrived_s) * 1e3
         if isinstance(message, Piece):
-            self._turns.piece_ended(result.compute_ms, now)
             if message.session in self._held and message.session not in result.failed:
                 self._piece_computed(message, result, compute_ms, queue_ms)
         else:
-            self._turns.step_ended(result.compute_ms)
+            self._turns.step_ended(slot=message.slot)
             self._group_computed(message, rows, result, compute_ms, queue_ms, now)
 
     def _piece_computed(self, piece: Piece, result: WorkResult, compute_ms: tuple[float, ...], queue_ms: float) -> None:
@@ -248,7 +234,8 @@ class Stage:
             tokens = tuple(result.tokens[i] for i in keep)
             self._send_on("act", Tokens(alive, tokens, compute_ms, queue_ms))
         elif result.hidden is not None:
-            self._send_on("act", Group(alive, result.hidden.take_rows(keep), compute_ms, queue_ms, group.round_ms))
+            hidden = result.hidden.take_rows(keep)
+            self._send_on("act", Group(alive, hidden, compute_ms, queue_ms, group.round_ms, group.slot))
 
     # ends
 

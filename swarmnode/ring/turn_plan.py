@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from swarmnode.ring.turns import Turns
+from swarmnode.ring.session import Phase
+from swarmnode.ring.turns import Rounds, Turns
 from swarmnode.ring.work import GroupWork, PieceWork, Work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from swarmnode.ids import SessionId
     from swarmnode.ring.cost_model import CostModel
     from swarmnode.ring.schedule import Pass, Schedule
     from swarmnode.ring.session import Session
@@ -20,6 +24,7 @@ class TurnPlan:
 
     def __init__(self, schedule: Schedule, sessions: Sessions, costs: CostModel) -> None:
         self.turns = Turns()
+        self._rounds = Rounds()
         self.bytes_per_position = 0
         """Of hidden state on stage 0's link; 0 until a piece was sent."""
         self._schedule = schedule
@@ -45,16 +50,26 @@ class TurnPlan:
         """A piece where it is a piece's turn, else a step; what the schedule holds back gives its turn to the other."""
         self.wakes_s = None
         chosen = self._sessions.pass_now(self.bytes_per_position)
-        waiting = [((s.id,), s.delayed) for s in self._sessions.ready()]
-        if self._reading and self.turns.piece_is_next(waiting, now):
+        if self._reading and self.turns.piece_is_next(chosen.ready > 0, now):
             work = self._next_piece(chosen, now) or self._next_group(chosen, now)
         else:
-            work = self._next_group(chosen, now) or self._piece_if_nobody_is_late(chosen, now)
+            work = self._next_group(chosen, now) or self._piece_if_no_step_is_due(chosen, now)
         if work is None:
             self.turns.idles()
         return work
 
-    def _piece_if_nobody_is_late(self, chosen: Pass, now: float) -> PieceWork | None:
+    def piece_ended(self, compute_ms: float) -> None:
+        self._rounds.piece_ended(compute_ms)
+
+    def step_ended(self, sessions: Iterable[SessionId], now: float) -> bool:
+        """Whether a slot for pieces is behind that step, on every stage."""
+        decoding = (s.id for s in self._sessions.values() if s.phase is Phase.DECODE and not s.wants_room)
+        expected = [session for session in decoding if not self.turns.missing(session, now)]
+        slot = self._rounds.step_ends_one(sessions, expected, now)
+        self.turns.step_ended(slot=slot)
+        return slot
+
+    def _piece_if_no_step_is_due(self, chosen: Pass, now: float) -> PieceWork | None:
         if not self._reading:
             return None
         held_until_s = self.turns.held_until_s(now)
@@ -73,8 +88,6 @@ class TurnPlan:
         if not work.last:
             self._reading.append(session)
         self.turns.piece_begins()
-        for other in self._sessions.ready():
-            other.delayed = True
         return work
 
     def _next_group(self, chosen: Pass, now: float) -> GroupWork | None:
@@ -85,7 +98,8 @@ class TurnPlan:
         if not ready:
             return None
         self._next_group_id += 1
-        rest = chosen.ready - len(ready)
-        self.round_ms = self._costs.round_ms([len(ready), *chosen.groups_in_flight, *([rest] if rest else [])])
-        self.turns.step_begins([session.id for session in ready])
+        whole, rest = divmod(chosen.ready, len(ready))
+        alike = [len(ready)] * whole + [rest] * (rest > 0)  # who is ready together after a piece goes as it did before
+        self.round_ms = self._costs.round_ms([*alike, *chosen.groups_in_flight])
+        self.turns.step_begins()
         return GroupWork(tuple(session.take_step(self._next_group_id, len(ready), now) for session in ready))

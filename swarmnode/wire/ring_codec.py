@@ -82,6 +82,8 @@ def _with_hidden(message: Piece | Group) -> Frame:
     if isinstance(message, Group):
         if message.round_ms is not None:
             header["round_ms"] = message.round_ms
+        if not message.slot:
+            header["slot"] = False
         return Frame("group", {**_rows(message.rows), **header}, hidden.data)
     header |= {
         "session": message.session,
@@ -167,7 +169,7 @@ def _read_group(header: Header, frame: Frame) -> Group:
     rows = _read_rows(header)
     if hidden.shape[0] != sum(row.n for row in rows):
         raise ProtocolError(f"a group of {len(rows)} rows has hidden states of shape {hidden.shape}")
-    return Group(rows, hidden, *_read_times(header), header.get("round_ms"))
+    return Group(rows, hidden, *_read_times(header), header.get("round_ms"), header.get("slot", True))
 
 
 def _read_tokens(header: Header, _: Frame) -> Tokens:

@@ -181,13 +181,14 @@ def _ring_kinds() -> tuple[Kind, ...]:
         _key("n", Int(1, limits.MAX_POSITIONS)),
         _maybe("token", _SMALL),
     )
+    group = (_maybe("round_ms", Number()), _maybe("slot", Flag()))
     tokens = (*_ROWS, _key("tokens", Ints(1, limits.MAX_ROWS * 16, 0, 2**31 - 1)))
     lane_at = (_key("seq", _COUNT), _key("worker", _COUNT), _maybe("route", OneOf(ROUTES)), _maybe("sign", Flag()))
     probe = (_key("nonce", _COUNT), _key("via", _LANE), _key("hops", Int(0, limits.MAX_STAGES)))
     return (
         _kind("piece", "ring", (*_ROUTE, *piece, *_TENSOR, *_TIMES), "tensor"),
         _kind("piece_done", "ring", (*_ROUTE, *done, *_TIMES)),
-        _kind("group", "ring", (*_ROUTE, *_ROWS, *_TENSOR, *_TIMES, _maybe("round_ms", Number())), "tensor"),
+        _kind("group", "ring", (*_ROUTE, *_ROWS, *_TENSOR, *_TIMES, *group), "tensor"),
         _kind("tokens", "ring", (*_ROUTE, *tokens, *_TIMES)),
         _kind("end", "ring", (*_ROUTE, _key("session", _COUNT), _maybe("park", _POS))),
         _kind("ended", "ring", (*_ROUTE, _key("session", _COUNT), _maybe("gen", _SMALL))),

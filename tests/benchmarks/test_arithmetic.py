@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.calibrate import dearer, host_shares, predicted
 from benchmarks.mixed import largest_bearable
 from benchmarks.prefix import Run, summary
 from benchmarks.prompt import sides
 from benchmarks.stage_times import typical
 from benchmarks.taken_turns import Turns, step_parts
 from benchmarks.users import Crowd
+from benchmarks.wide_layer import measure_layer, past_share
 from swarmnode.cli.chat_stream import ChatResult
 
 
@@ -72,3 +74,32 @@ def test_what_a_second_turn_costs_is_the_ratio_of_medians() -> None:
     told = summary(runs)
     assert (told["second_ttft_ms"], told["alone_ttft_ms"], told["ratio"]) == (66.0, 60.0, 1.1)
     assert (told["cached_tokens"], told["new_tokens"]) == (1500, 60)
+
+
+def test_a_ring_that_makes_steps_dearer_makes_all_sizes_dearer_by_the_same_share() -> None:
+    real_ms = {"stage0_ms": 36.0, "stage1_ms": 60.0}
+    shares = host_shares(real_ms.__getitem__, {"stage0_ms": 30.0, "stage1_ms": 60.0, "link_ms": 20.0})
+    assert shares == pytest.approx([0.2, 0.0])
+    first, second = dearer([{1: 10.0, 4: 20.0}, {1: 30.0}], shares)
+    assert first == pytest.approx({1: 12.0, 4: 24.0})
+    assert second == pytest.approx({1: 30.0})
+
+
+def test_a_ring_as_dear_as_its_prediction_is_predicted_right() -> None:
+    """Two stages that take 20 ms a row alone and 25 in the ring, 10 ms of road: one user gets a token every 60 ms."""
+    rate, parts = predicted([{1: 20.0, 8: 20.0}] * 2, 10.0, 1)
+    assert rate == pytest.approx(1000 / 50, rel=1e-3)
+    shares = host_shares(lambda _: 25.0, parts)
+    rate, _ = predicted(dearer([{1: 20.0, 8: 20.0}] * 2, shares), 10.0, 1)
+    assert rate == pytest.approx(1000 / 60, rel=1e-3)
+
+
+def test_what_a_past_adds_to_a_layers_work_by_arithmetic() -> None:
+    """Matrices of 1, 1/4, 1/4, 1 and three times 4 squares of the width: 14.5."""
+    assert past_share(2048, 1659) == pytest.approx(2 * 1659 / (14.5 * 2048))
+
+
+def test_a_layer_of_any_width_is_measured() -> None:
+    report = measure_layer(256, 40, 8, runs=1, dtype="float32", threads=1)
+    assert report["arithmetic"] == pytest.approx(1 + 2 * 40 / (14.5 * 256), abs=1e-3)
+    assert min(report["second_ms"], report["alone_ms"]) > 0

@@ -23,6 +23,8 @@ from swarmnode.ring.work import Activation
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from swarmnode.ring.work import Work, WorkResult
+
 PATIENCE_S = 10.0
 """For a thread to do what takes microseconds."""
 
@@ -128,4 +130,66 @@ def test_t6_the_loop_tells_its_steps_and_its_waiting(
     (line,) = [line for line in capfd.readouterr().err.splitlines() if " stats " in line]
     told = dict(part.split("=") for part in line.split("] ")[1].split())
     assert told["batch_size"] == "1.00"
-    assert float(told["wait_ms"]) >= 50
+    assert float(told["wait_ms"]) >= 40, "all of the 50 but for the moment in which the loop begins"
+
+
+class _HeldUp(WatchedEngine):
+    """Its first piece takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(Script(default=(5, 6)), stage_spec(0, 1))
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def run(self, work: Work) -> WorkResult:
+        result = super().run(work)
+        if len(self.works) == 1:
+            self.begun.set()
+            assert self.let_go.wait(PATIENCE_S)
+        return result
+
+
+def test_inputs_are_taken_while_a_piece_is_computed_and_caches_go_behind_it() -> None:
+    engine = _HeldUp()
+    with RunningLoop(Head(head_config(1)), engine) as head:
+        head.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 9, GREEDY))
+        assert engine.begun.wait(PATIENCE_S)
+        head.loop.inbox.put(Cancel(RequestId("q")))
+        assert isinstance(events_to_the_end(head)[-1], Finished), "while the piece is still under way"
+        assert engine.caches, "it is at work on that session's"
+        engine.let_go.set()
+        head.loop.inbox.put(Open(RequestId("r"), (1, 2, 3), 1, GREEDY))
+        events_to_the_end(head)
+    assert not engine.caches
+
+
+@pytest.mark.parametrize("when", ["beside", "behind"])
+def test_the_loop_ends_with_its_piece(when: str) -> None:
+    engine = _HeldUp()
+    with RunningLoop(Head(head_config(1)), engine) as head:
+        head.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 9, GREEDY))
+        assert engine.begun.wait(PATIENCE_S)
+        if when == "beside":
+            head.loop.close()
+        engine.let_go.set()
+
+
+def test_a_machine_that_fails_beside_a_piece_ends_the_loop() -> None:
+    engine = _HeldUp()
+    running = RunningLoop(Head(head_config(1)), engine)
+    failed: SimpleQueue[Exception] = SimpleQueue()
+
+    def serve() -> None:
+        try:
+            running.loop.run()
+        except TypeError as error:
+            failed.put(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    running.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 9, GREEDY))
+    assert engine.begun.wait(PATIENCE_S)
+    running.loop.inbox.put(Open(RequestId("r"), None, 9, GREEDY))  # type: ignore[arg-type]
+    engine.let_go.set()
+    assert failed.get(timeout=PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()

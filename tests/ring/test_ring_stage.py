@@ -404,4 +404,4 @@ def test_a_stage_gives_every_session_a_step_between_two_pieces() -> None:
             stage.receive(Envelope("act", group((ONE, 0, pos))), 0.0)
             pos += 1
         stage.complete(work, WorkResult(tokens=(7,), compute_ms=10.0 if is_piece else 1.0), 0.0)
-    assert ran == "p13p1p1p1"
+    assert ran == "1p3p1p1p1"

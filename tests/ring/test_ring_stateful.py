@@ -152,7 +152,9 @@ def check_every_step(world: RingWorld) -> None:
             assert gone not in stage._held
             assert gone not in stage._floors
         parked = gone in world.stages[-1]._parked
-        assert all((gone in engine.caches) == parked for engine in world.engines)
+        # what ends beside a piece is freed as the piece ends, before anything else is run
+        at_rest = [node.engine for node in world.nodes if not node.listens]
+        assert all((gone in engine.caches) == parked for engine in at_rest)  # type: ignore[attr-defined]
 
 
 RingUnderTest.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)

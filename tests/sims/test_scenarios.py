@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from sims.__main__ import main
 from sims.engines import StageTable
@@ -15,6 +18,9 @@ from sims.ring import RingSpec, links_of
 from sims.scenarios import chats, churn, failover, jitter, mixed, prompt, relay_cap, slow_uplink, stages, two_pcs
 from sims.scenarios.decode import bound_of, steady
 from sims.scenarios.two_pcs import TwoPcs
+from sims.world import Request
+from swarmnode.ring.head_messages import Sampled
+from swarmnode.ring.turns import SLOT_AFTER_PIECES
 
 SAME = 1e-3
 """Two runs at the same limit differ by the phase their windows cut them in."""
@@ -146,19 +152,41 @@ def test_mixed_a_chats_step_waits_for_one_piece_at_most(varied: float) -> None:
     assert ours["chat_itl_p99_ms"] <= ours["promised_itl_p99_ms"]
     assert ours["piece_ms"] == 330
     assert ours["chat_itl_p99_ms"] < source["chat_itl_p99_ms"] / 2
-    assert max(ours["prompt_ttft_s"]) <= 1.3 * max(source["prompt_ttft_s"])
+    assert max(ours["prompt_ttft_s"]) <= 1.35 * max(source["prompt_ttft_s"])
 
 
-@pytest.mark.parametrize(("stages", "road_ms", "chats"), [(2, 20, 1), (3, 60, 4), (8, 160, 1), (8, 160, 4)])
-@pytest.mark.parametrize("varied", [0.0, 0.1])
-def test_a_chats_step_waits_for_one_piece_however_many_stages(
-    stages: int, road_ms: float, chats: int, varied: float
-) -> None:
-    """Eight stages hold a step up by one piece's 330 ms together, not by 330 ms each."""
-    spec = RingSpec((mixed.STAGE,) * stages, links_of(stages, road_ms), jitter=varied)
-    report = mixed.beside_prompts(spec, chats)
+def alike(stages: int, varied: float = 0.0, seed: int = 0) -> RingSpec:
+    """A ring of the stages of `mixed`, 20 ms between neighbours and back."""
+    return RingSpec((mixed.STAGE,) * stages, links_of(stages, 10.0 * stages), jitter=varied, seed=seed)
+
+
+@settings(max_examples=12, deadline=None)
+@given(stages=st.integers(2, 8), chats=st.integers(1, 12), varied=st.sampled_from([0.0, 0.1]))
+@example(stages=2, chats=5, varied=0.0)
+@example(stages=8, chats=8, varied=0.1)
+@example(stages=8, chats=12, varied=0.0)
+def test_a_chats_step_waits_for_one_piece_and_a_prompt_is_not_starved(stages: int, chats: int, varied: float) -> None:
+    """Eight stages hold a step up by one piece's 330 ms together, not by 330 ms each, also where all are full."""
+    report = mixed.beside_prompts(alike(stages, varied), chats)
     assert report["piece_positions"] == 64
-    assert report["chat_itl_p99_ms"] <= (report["step_ms"] + 330) * (1 + varied)
+    assert report["chat_itl_p99_ms"] <= report["promised_itl_p99_ms"]
+    assert max(report["prompt_ttft_s"]) <= 2 * unhindered_s(stages)
+
+
+@pytest.mark.parametrize("chats", [24, 48])
+def test_a_prompt_among_very_many_chats_keeps_its_share(chats: int) -> None:
+    """However long their steps take: a slot comes after four pieces' time at the latest."""
+    report = mixed.beside_prompts(alike(2), chats)
+    assert max(report["prompt_ttft_s"]) <= SLOT_AFTER_PIECES * unhindered_s(2)
+
+
+@cache
+def unhindered_s(stages: int) -> float:
+    """The first token of a prompt of `mixed` with nobody else there."""
+    world = alike(stages).build()
+    begin_s, asked = world.now_s, world.open(Request("prompt", (1,) * mixed.PROMPT_TOKENS, 1))
+    world.run_until_quiet()
+    return asked.seconds_of(Sampled) - begin_s
 
 
 def test_jitter_costs_little_where_steps_vary_by_a_tenth() -> None:

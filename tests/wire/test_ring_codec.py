@@ -54,7 +54,7 @@ STRATEGIES: dict[type, st.SearchStrategy[typing.Any]] = {
         m.PieceDone, sessions, small, small, st.integers(1, 4096), st.none() | small, times, numbers
     ),
     m.Group: rows.flatmap(
-        lambda r: st.builds(m.Group, st.just(r), hidden(len(r)), times, numbers, st.none() | numbers)
+        lambda r: st.builds(m.Group, st.just(r), hidden(len(r)), times, numbers, st.none() | numbers, st.booleans())
     ),
     m.Tokens: rows.flatmap(
         lambda r: st.builds(
