@@ -127,17 +127,21 @@ def measure_sides(case: dict[str, Any], yardsticks: dict[str, Callable[[], objec
 
 def where(engine: Any, step: Callable[[], None], rounds: int) -> dict[str, float]:
     """Milliseconds of a one-row step by matrix product, and the rest: attention, norms, sampling, Python. The products
-    are run once more behind each step, alone and in the same order: compiled blocks have no seam for a clock."""
+    are run once more behind each step, alone and in the same order: compiled blocks have no seam for a clock. Being
+    called from Python costs each of them some microseconds that it does not cost inside a compiled block."""
     import torch
+
+    from swarmnode.compute.projections import PackedProjection
 
     model, spent, whole = engine.model, dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), 0.0), 0.0
     products = [pair for block in model.lean.blocks for pair in zip(spent, block.projections, strict=False)]
     products.append(("head", model._lean_tail.head))
-    probes = {inputs: torch.ones((1, 1, inputs), dtype=torch.bfloat16) for inputs in {p.inputs for _, p in products}}
+    probes = {inputs: torch.ones((1, inputs), dtype=torch.bfloat16) for inputs in {p.inputs for _, p in products}}
     for _ in range(rounds):
         whole += timed(step)
         for name, projection in products:
-            spent[name] += timed(lambda p=projection: p(probes[p.inputs]))  # type: ignore[misc]
+            multiply = projection.multiply if isinstance(projection, PackedProjection) else projection
+            spent[name] += timed(lambda m=multiply, p=probes[projection.inputs]: m(p))  # type: ignore[misc]
     parts = {name: round(1e3 * seconds / rounds, 3) for name, seconds in spent.items()}
     return parts | {"rest": round(1e3 * (whole - sum(spent.values())) / rounds, 3)}
 

@@ -154,7 +154,7 @@ def test_the_crossover_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatc
         pytest.param(1e-4, 0.02, 512, 512, id="between 256 and 512"),
         pytest.param(1e-4, 0.004, 128, 128, id="between 64 and 128"),
         pytest.param(1e-4, 0.03, 1024, 512, id="beyond what pieces have"),
-        pytest.param(1e-3, 0.1, 116, 16, id="no time for more"),
+        pytest.param(1e-3, 0.09, 106, 32, id="no time for more"),
     ],
 )
 def test_the_crossover_is_measured_up_to_the_longest_pieces(
