@@ -75,11 +75,6 @@ class LeanDecoder:
         self._compiled: CompiledStep | None = None
         self._compiled_below = 0
 
-    @property
-    def compiled(self) -> bool:
-        """Whether few rows go through compiled blocks."""
-        return self._compiled is not None
-
     def use_compiled(self, step: CompiledStep, below: int) -> None:
         """From here on `step` takes single positions of fewer than `below` sessions."""
         self._compiled, self._compiled_below = step, below

@@ -314,7 +314,7 @@ def load(checkpoint: Path, target: Path, **settings: Any) -> Chain:
 def compiled(chain: Chain) -> bool:
     (engine,) = chain.engines
     lean = engine.model.lean  # type: ignore[attr-defined]
-    return bool(lean is not None and lean.compiled)
+    return lean is not None and lean._compiled is not None
 
 
 @pytest.mark.parametrize(
