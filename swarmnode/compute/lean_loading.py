@@ -234,7 +234,7 @@ def _use_compiled(model: StageModel, decoder: LeanDecoder) -> None:
     """Let compiled code take steps of few rows, where it knows all of the blocks and reproduced each of them."""
     parts = [block.parts() for block in decoder.blocks]
     step = compiled_step(parts)
-    if step is None:
+    if step is None or model.dtype != torch.bfloat16:
         return
     rows, positions = _probe_rows(model, _PIECE + 1), torch.arange(_PIECE + 1)[None]
     before, now = (decoder.rotations(part) for part in (positions[:, :_PIECE], positions[:, _PIECE:]))

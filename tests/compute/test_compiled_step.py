@@ -325,6 +325,7 @@ def test_which_blocks_it_serves(family: str, expected: bool, tmp_path: Path) -> 
     assert compiled(load(checkpoint, tmp_path / "four", quantization="int4-fast")) is expected
     assert compiled(load(checkpoint, tmp_path / "eight", quantization="int8")) is expected
     assert not compiled(load(checkpoint, tmp_path / "dense", dtype="bfloat16"))
+    assert not compiled(load(checkpoint, tmp_path / "exact", dtype="float32", quantization="int8"))
 
 
 def test_a_mode_of_attention_that_was_asked_for_and_torchs_kernels_keep_torchs_way(
