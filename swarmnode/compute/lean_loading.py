@@ -232,9 +232,11 @@ def _prove(model: StageModel, layer: int, fused: FusedWeights, mode: str) -> Lea
 
 def _use_compiled(model: StageModel, decoder: LeanDecoder) -> None:
     """Let compiled code take steps of few rows, where it knows all of the blocks and reproduced each of them."""
+    if model.dtype != torch.bfloat16:
+        return
     parts = [block.parts() for block in decoder.blocks]
     step = compiled_step(parts)
-    if step is None or model.dtype != torch.bfloat16:
+    if step is None:
         return
     rows, positions = _probe_rows(model, _PIECE + 1), torch.arange(_PIECE + 1)[None]
     before, now = (decoder.rotations(part) for part in (positions[:, :_PIECE], positions[:, _PIECE:]))
