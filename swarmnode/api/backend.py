@@ -118,7 +118,7 @@ class Backend(Protocol):
         Cancelled while it waits (the client left), it leaves the load running.
         """
 
-    def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
+    async def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         """What such a load would take on which peers; loads nothing."""
 
     async def unload(self, model: str, *, force: bool = False) -> Mapping[str, Any]: ...

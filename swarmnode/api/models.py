@@ -92,7 +92,7 @@ def admin_router(backend: Backend) -> APIRouter:
         body = parse_shape(LoadBody, await _optional_object(request))
         options = load_options(body)
         if body.plan:
-            return JSONResponse(dict(backend.plan(backend.model(model).id, options)))
+            return JSONResponse(dict(await backend.plan(backend.model(model).id, options)))
         with exchange_of(request.scope).generation():  # the load itself goes on
             status = dict(await backend.load(backend.model(model).id, options))
         return JSONResponse(status, status_code=200 if options.wait else 202)

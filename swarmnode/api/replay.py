@@ -75,7 +75,7 @@ class ReplayBackend:
             raise ModelNotFound(f"no model {model!r} here; known: {', '.join(self.names)}", param="model")
         return self._card(model)
 
-    def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
+    async def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         return {"id": model, "state": "planned", "stages": []}
 
     def _card(self, name: str) -> ModelCard:

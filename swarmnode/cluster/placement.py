@@ -58,6 +58,10 @@ CPU_CAPABILITIES = frozenset({SERVE_INT8, SERVE_INT4_FAST})
 ALL_CAPABILITIES = RING_CAPABILITIES | CPU_CAPABILITIES | {SERVE_QUANTIZED}
 
 
+class NoPeerHelps(LoadRefused):
+    """What is asked for is had over no peers at all: nobody's coming changes that."""
+
+
 class LacksKernels(LoadRefused):
     """Too few of the peers that would serve hold what the weights' quantization needs: another one may do."""
 
@@ -165,9 +169,9 @@ def _plan(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources
     layers = len(shape.layer_params)
     stages = len(request.peers) or shape.recorded_stages if request.num_stages is None else request.num_stages
     if not 1 <= stages <= layers:
-        raise LoadRefused(f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}")
+        raise NoPeerHelps(f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}")
     if shape.recorded_boundaries is None and stages != shape.recorded_stages:
-        raise LoadRefused(
+        raise NoPeerHelps(
             f"this model records no split, so it serves only over the {shape.recorded_stages} stages it was "
             f"exported with, not {stages}"
         )
@@ -247,9 +251,9 @@ def _kept(request: PlanRequest, stages: int, idle: Sequence[PeerResources]) -> l
 
 def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
     if len(names) != stages:
-        raise LoadRefused(f"{len(names)} peers named for {stages} stages: name one peer per stage, in order")
+        raise NoPeerHelps(f"{len(names)} peers named for {stages} stages: name one peer per stage, in order")
     if len(set(names)) != len(names):
-        raise LoadRefused("a peer is named twice; a peer holds one stage of a model")
+        raise NoPeerHelps("a peer is named twice; a peer holds one stage of a model")
     chosen = []
     for name in names:
         found = [p for p in peers if name in (p.name, p.node)]
@@ -259,7 +263,7 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
         if found[0].busy_with is not None:
             raise LoadRefused(f"peer {name} already serves {found[0].busy_with}; unload it first")
         if found[0] in chosen:
-            raise LoadRefused(f"{name} is a peer that is named already; a peer holds one stage of a model")
+            raise NoPeerHelps(f"{name} is a peer that is named already; a peer holds one stage of a model")
         chosen.append(found[0])
     return chosen
 
@@ -312,7 +316,7 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
         return shape.recorded_boundaries
     if shape.recorded_boundaries is None:
         if shape.shard_boundaries is None:
-            raise LoadRefused(
+            raise NoPeerHelps(
                 "this model records no split, and its shards, which show where it was cut, are not whole on this "
                 "machine: load it where they are, or export it again with its boundaries"
             )

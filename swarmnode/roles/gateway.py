@@ -106,6 +106,7 @@ class Gateway:
 
     async def load(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
+        await self._rings.look(model_id)  # before anything is decided: two loads may come together
         ring = self._rings.of_model(model_id)
         again = ring is not None and ring.state == "loading" and self._state(model_id) == "restoring"
         if ring is not None and ring.state != "ready" and not again:
@@ -126,8 +127,9 @@ class Gateway:
                 raise kind(f"{model} did not load: {ring.error.message}")
         return self.status(model)
 
-    def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
+    async def plan(self, model: str, options: LoadOptions) -> Mapping[str, Any]:
         model_id = self._coordinator.registry.get(model).model_id
+        await self._rings.look(model_id)
         planned, leaving = self._rings.plan(model_id, options)
         return plan_report(planned) | {"evicts": [ring.model for ring in leaving]}
 

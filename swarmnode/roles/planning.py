@@ -12,7 +12,7 @@ from swarmnode.catalog.planning import check_codecs, cut_of_shards, stage_files
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import NOTHING_MEASURED
-from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
+from swarmnode.cluster.placement import LacksKernels, NoPeerHelps, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, as_served, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
@@ -23,6 +23,7 @@ from swarmnode.wire.limits import MAX_PIECE_POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
@@ -86,37 +87,63 @@ def model_shape(manifest: Manifest) -> ModelShape:
     )
 
 
-def examine(registry: Registry, manifest: Manifest) -> Known:
-    """What a model's config and its tensors' names say, where its files are here; raises LoadRefused where this version
-    cannot serve it in stages at all."""
+@dataclass(frozen=True, slots=True)
+class FilesHere:
+    """Where a model's config lies on this machine, and by shard those of its files that name tensors. An adapter's are
+    not among them: they may be in every shard."""
+
+    config: Path
+    shards: tuple[tuple[Path, ...], ...]
+
+
+def files_here(registry: Registry, manifest: Manifest) -> FilesHere | None:
+    """None where they are on other machines, which look when they load."""
     entry = next((entry for entry in manifest.files if entry.path == CONFIG_PATH), None)
     if entry is None or entry.size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{manifest.id} has no {CONFIG_PATH} of at most {MAX_CONFIG_BYTES} bytes; import it again")
     if manifest not in registry.here():
-        return NOTHING_KNOWN  # its files are on other machines, which look when they load
+        return None
+    shards = tuple(_headed(registry, manifest, shard) for shard in range(manifest.num_stages))
+    return FilesHere(registry.file_path(manifest.id, entry), shards)
+
+
+def examine(manifest: Manifest, files: FilesHere | None) -> Known:
+    """What a model's config and its tensors' names say; raises LoadRefused where this version cannot serve it in stages
+    at all. A large model's headers have hundreds of thousands of tensors: not for a loop that others wait for."""
+    if files is None:
+        return NOTHING_KNOWN
     try:
-        config = json.loads(registry.file_path(manifest.id, entry).read_bytes())
+        config = json.loads(files.config.read_bytes())
     except ValueError as error:
         raise InvalidModel(f"{manifest.id}: {CONFIG_PATH} is not JSON ({error}); import it again") from error
     check_supported(config)
     if architecture_name(config) == SCRIPTED:
         return NOTHING_KNOWN
-    name, found = architecture_name(config), quantization_obstacles(config, _tensors(registry, manifest, 0))
+    name, found = architecture_name(config), quantization_obstacles(config, _tensors(files.shards[0]))
     told = {method: f"architecture {name!r} cannot be served with {method}: {why}" for method, why in found.items()}
     if manifest.boundaries is not None:
         return Known(obstacles=told)
-    shards = [_tensors(registry, manifest, shard) for shard in range(manifest.num_stages)]
+    shards = [*map(_tensors, files.shards)]
     return Known(obstacles=told, shard_boundaries=cut_of_shards(manifest, shards) if all(shards) else None)
 
 
-def _tensors(registry: Registry, manifest: Manifest, shard: int) -> Collection[str]:
-    """The names in a shard of the model itself, for an adapter's may be in every shard; none where it is damaged here,
-    which is no reason not to load: peers may have it whole."""
+def _headed(registry: Registry, manifest: Manifest, shard: int) -> tuple[Path, ...]:
+    """Of the model itself; those before the first that is damaged."""
+    found: list[Path] = []
+    paths = [file for file in manifest.shard_files(shard) if file.path.endswith(".safetensors")]
+    with suppress(InvalidModel):
+        for file in paths:
+            if not file.path.endswith(f"/{ADAPTER_FILE}"):
+                found += [registry.file_path(manifest.id, file)]
+    return tuple(found)
+
+
+def _tensors(shard: Sequence[Path]) -> Collection[str]:
+    """The names in it; none where it is damaged here, which is no reason not to load: peers may have it whole."""
     found: set[str] = set()
     with suppress(InvalidModel):
-        for file in manifest.shard_files(shard):
-            if file.path.endswith(".safetensors") and not file.path.endswith(f"/{ADAPTER_FILE}"):
-                found |= read_header(registry.file_path(manifest.id, file)).keys()
+        for path in shard:
+            found |= read_header(path).keys()
     return found
 
 
@@ -173,7 +200,7 @@ def _refuse_unquantizable(asked: str, obstacles: Mapping[str, str]) -> None:
     """Raise LoadRefused where neither what a load asks for nor what would serve in its place can be had of the model:
     who asks for fewer bits is not given all of them instead."""
     if asked != NONE and all(method == NONE or method in obstacles for method in (asked, *degraded(asked))):
-        raise LoadRefused(f"{obstacles[asked]}; load it without quantization", param="quantization")
+        raise NoPeerHelps(f"{obstacles[asked]}; load it without quantization", param="quantization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +250,7 @@ def _place(
         except LoadRefused as error:
             if not lacking:
                 raise
-            raise LoadRefused(f"{lacking}and with {method}: {error.message}", param="quantization") from error
+            raise type(error)(f"{lacking}and with {method}: {error.message}", param="quantization") from error
         else:
             return plan, request, f"{lacking}served {as_served(method)}" if lacking else ""
     raise AssertionError("full precision needs no kernels")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.errors import Conflict, InvalidModel, LoadRefused, MembersAwaited, PeerNotFound
+from swarmnode.cluster.placement import NoPeerHelps
+from swarmnode.errors import Conflict, InvalidModel, LoadRefused, MembersAwaited, PeerNotFound, SwarmError
 from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.file_sources import with_kept, with_sources
 from swarmnode.roles.loaded_ring import LoadedRing
-from swarmnode.roles.planning import examine, plan_ring
+from swarmnode.roles.planning import NOTHING_KNOWN, examine, files_here, plan_ring
 from swarmnode.roles.restoring import Restoring
 from swarmnode.roles.ring_lifecycle import RingLifecycle
 from swarmnode.roles.ring_measures import RingMeasures
@@ -24,7 +26,7 @@ from swarmnode.roles.swarm_state import NOT_KEPT
 from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from swarmnode.api.backend import LoadOptions
     from swarmnode.catalog.manifest import Manifest
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from swarmnode.cluster.placement import PeerResources
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.members import Member
-    from swarmnode.roles.planning import PlannedRing
+    from swarmnode.roles.planning import Known, PlannedRing
     from swarmnode.roles.swarm_state import SwarmState
     from swarmnode.wire.frames import Frame
 
@@ -64,6 +66,8 @@ class Rings:
         self.running: dict[RingId, LoadedRing] = {}
         self._over: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over: where its files are, and what became of it."""
+        self._known: dict[ModelId, tuple[Manifest, Known]] = {}
+        """What was read of the files of each model when somebody looked last."""
         self._looked_after: set[ModelId] = set()
         """Models of which nobody is told any more what became of their last ring."""
         self._context = context
@@ -80,9 +84,16 @@ class Rings:
             self._nursery = nursery
             nursery.start_soon(self.lifecycle.run)
             self._adopt(nursery)
-            nursery.start_soon(self.restoring.run)
+            nursery.start_soon(self._restore)
             task_status.started()
             await trio.sleep_forever()
+
+    async def _restore(self) -> None:
+        """What was to be there is looked at before, and then planned when a peer comes or goes."""
+        for model in self.restoring.waiting(()):
+            with suppress(SwarmError, OSError):  # its planning tells
+                await self.look(model)
+        await self.restoring.run()
 
     # which there are
 
@@ -157,13 +168,23 @@ class Rings:
         self._nursery.start_soon(self._keep_when_ready, ring)
         return ring
 
+    async def look(self, model: ModelId) -> None:
+        """Read, in a thread, what `plan` needs to know of a model's files. Raises as `plan`."""
+        manifest = self._registry.get(model)
+        files = files_here(self._registry, manifest)
+        known = NOTHING_KNOWN if files is None else await trio.to_thread.run_sync(examine, manifest, files)
+        self._known[model] = manifest, known
+
     def plan(
         self, model: ModelId, options: LoadOptions, *, evict: bool = True
     ) -> tuple[PlannedRing, Sequence[LoadedRing]]:
-        """What a load would be, and the rings that would go for it; raises as `start` and changes nothing."""
+        """What a load would be, and the rings that would go for it; raises as `start` and changes nothing. `look` comes
+        before it: else what others wait for waits for the disk."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self._registry.get(model)
-        of_model = examine(self._registry, manifest)
+        looked, of_model = self._known.get(model, (None, NOTHING_KNOWN))
+        if looked != manifest:
+            of_model = examine(manifest, files_here(self._registry, manifest))
         members = self._peers.members
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
@@ -175,8 +196,8 @@ class Rings:
         try:
             planned, leaving = self.lifecycle.find_room(members.values(), plan, evict=evict)
         except (LoadRefused, PeerNotFound) as error:
-            possible = (options.num_stages or 1) <= manifest.architecture.num_layers  # else nobody's coming helps
-            if possible and (awaited := self._peers.awaited()):
+            awaited = self._peers.awaited()
+            if _may_help(awaited, error, options, members.values()):
                 raise MembersAwaited(
                     f"of the nodes that the coordinator before this one knew, {', '.join(r.name for r in awaited)} did "
                     f"not come back yet; try again in a few seconds. Without them: {error.message}",
@@ -275,6 +296,7 @@ class Rings:
         if (ring := self.of_model(model)) is not None:
             await ring.unload(force=True)
         self._over.pop(model, None)
+        self._known.pop(model, None)
         self._looked_after.discard(model)
         await self.delete_files(manifest)
 
@@ -287,3 +309,15 @@ class Rings:
                 f"{manifest.id} is removed from the swarm and no longer served, but its files are still on this "
                 f"machine: {error.message}; `swarmnode model-remove {manifest.id}` tries again"
             ) from error
+
+
+def _may_help(awaited: Sequence[Row], error: SwarmError, options: LoadOptions, members: Iterable[Member]) -> bool:
+    """Whether a load that was refused may be possible when the awaited are back. One that names its peers needs these
+    and no others."""
+    if isinstance(error, NoPeerHelps) or not awaited:
+        return False
+    there = {text for member in members for text in (member.identity.name, member.node)}
+    missing = {*options.peers} - there
+    return not options.peers or (
+        bool(missing) and missing <= {text for row in awaited for text in (row.name, row.node)}
+    )

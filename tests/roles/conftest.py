@@ -16,8 +16,8 @@ def writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """No threads: a virtual clock would jump past one. A test that sleeps takes `autojump_clock` itself, since
     pytest-trio looks at the test's own arguments."""
 
-    async def in_place(write: Callable[..., object], *arguments: object) -> None:
+    async def in_place(work: Callable[..., object], *arguments: object) -> object:
         await trio.lowlevel.checkpoint()
-        write(*arguments)
+        return work(*arguments)
 
     monkeypatch.setattr(trio.to_thread, "run_sync", in_place)

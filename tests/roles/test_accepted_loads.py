@@ -20,6 +20,7 @@ from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LoadRefused, MembersAwaited, NoSpace
 from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.roles import planning, rings
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.gateway import Gateway
 from swarmnode.roles.members import Member
@@ -30,9 +31,11 @@ from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from swarmnode.catalog.manifest import Manifest
+    from swarmnode.roles.planning import FilesHere, Known
     from swarmnode.wire.frames import Frame
 
 MODEL, PEER = "scripted", NodeId("attic")
@@ -219,3 +222,35 @@ async def test_what_no_node_that_comes_back_can_help_is_refused_for_good(
             await house.gateway.load(MODEL, LoadOptions(num_stages=99))
         with pytest.raises(MembersAwaited):
             await house.gateway.load(MODEL, LoadOptions(num_stages=2))
+
+
+async def test_a_models_files_are_read_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: object
+) -> None:
+    """The headers of a large model take as long as many tokens do: for a plan, a load, and a load by a successor."""
+    threads: list[object] = []
+
+    async def as_in_a_thread(work: Callable[..., object], *arguments: object) -> object:
+        await trio.lowlevel.checkpoint()
+        threads.append(work)
+        try:
+            return work(*arguments)
+        finally:
+            threads.pop()
+
+    def examine(manifest: Manifest, files: FilesHere | None) -> Known:
+        read.append(examine in threads)
+        return planning.examine(manifest, files)
+
+    read: list[bool] = []
+    monkeypatch.setattr(trio.to_thread, "run_sync", as_in_a_thread)  # past a real one the clock would jump
+    monkeypatch.setattr(rings, "examine", examine)
+    async with House(tmp_path).coordinating() as house:
+        house.join()
+        await house.gateway.plan(MODEL, LoadOptions())
+        await house.gateway.load(MODEL, LoadOptions())
+    async with House(tmp_path).coordinating(loads=True) as successor:
+        successor.join()
+        await trio.sleep(60)
+        assert successor.told == "ready"
+    assert read == [True] * 3

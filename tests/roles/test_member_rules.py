@@ -30,9 +30,11 @@ from swarmnode.errors import (
     Conflict,
     InvalidRequest,
     LinkBroken,
+    LoadRefused,
     MembersAwaited,
     NodeRemoved,
     NoSpace,
+    PeerNotFound,
     ProtocolError,
     SwarmError,
 )
@@ -315,6 +317,13 @@ KNEW = Update(
     tuple(Row(NodeId(name), name, f"{name}:7700", NodeState.ALIVE) for name in ("den", "loft", "gone")),
 )
 """Of the coordinator before."""
+HOPELESS: list[tuple[LoadOptions, type[SwarmError]]] = [
+    (LoadOptions(num_stages=1000), LoadRefused),
+    (LoadOptions(peers=("den", "den")), LoadRefused),
+    (LoadOptions(peers=("den",), num_stages=2), LoadRefused),
+    (LoadOptions(peers=("den", "nobody")), PeerNotFound),
+]
+"""What nobody's coming makes possible."""
 
 
 async def test_a_coordinator_elected_anew_shows_and_awaits_the_members_that_it_knew_as_one_of_them(
@@ -344,6 +353,12 @@ async def test_a_coordinator_elected_anew_shows_and_awaits_the_members_that_it_k
     with pytest.raises(MembersAwaited, match=refused) as few:
         house.coordinator.rings.plan(ModelId("scripted"), LoadOptions())
     assert few.value.retryable
+    plan = partial(house.coordinator.rings.plan, ModelId("scripted"))
+    with pytest.raises(MembersAwaited, match="no peer is called 'den'"):
+        plan(LoadOptions(peers=("den",)))
+    for options, why in HOPELESS:
+        with pytest.raises(why):  # members_awaited would have people try again for ever
+            plan(options)
     async with (
         attic.transport.dial(house.address, "requests", attic.identity),
         attic.transport.dial(house.address, "control", attic.identity) as control,

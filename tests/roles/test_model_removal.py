@@ -217,7 +217,7 @@ async def test_an_office_finishes_the_removals_that_were_cut_off(
     left = machine.root / f".removed-{MODEL}"
     (machine.root / MODEL).rename(left)
     entry = SimpleNamespace(document=machine.replica.entry.document)
-    voting = SimpleNamespace(coordinates=False, coordinator=None, entry=entry, changed=trio.sleep_forever)
+    voting = SimpleNamespace(coordinates=False, coordinator=None, removed=None, entry=entry, changed=trio.sleep_forever)
     settings = SimpleNamespace(models_root=machine.root)
     parts = SimpleNamespace(voting=voting, follow=None, context=SimpleNamespace(settings=settings))
     async with trio.open_nursery() as nursery:

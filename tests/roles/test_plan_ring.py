@@ -20,7 +20,7 @@ from swarmnode.config import VARIABLES, Settings, read_settings
 from swarmnode.errors import LoadRefused
 from swarmnode.ids import NodeId, RingId
 from swarmnode.roles.plan_report import plan_report
-from swarmnode.roles.planning import NOTHING_KNOWN, Known, PlannedRing, examine, model_shape, plan_ring
+from swarmnode.roles.planning import NOTHING_KNOWN, Known, PlannedRing, examine, files_here, model_shape, plan_ring
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -294,7 +294,7 @@ def test_q2_what_cannot_be_had_is_seen_in_the_files(
     config: dict[str, object], modules: list[str], refused: set[str], tmp_path: Path
 ) -> None:
     manifest = on_disk(tmp_path, MANIFEST, LLAMA | config, [[f"layers.0.{module}" for module in modules]])
-    found = examine(Registry(tmp_path), manifest).obstacles
+    found = examine(manifest, files_here(Registry(tmp_path), manifest)).obstacles
     assert set(found) == refused
     assert all(f"'LlamaForCausalLM' cannot be served with {method}: " in why for method, why in found.items())
 
@@ -305,14 +305,20 @@ def test_m4_a_model_that_records_no_split_is_cut_where_its_shards_are(tmp_path: 
     unrecorded = MANIFEST.model_copy(update={"boundaries": None})
     manifest = on_disk(tmp_path, unrecorded, LLAMA, [["embed_tokens", *shards[0]], [*shards[1], "norm"]])
     planned = plan_ring(
-        manifest, LoadOptions(), PEERS, settings, RingId("r1"), 3, examine(Registry(tmp_path), manifest)
+        manifest,
+        LoadOptions(),
+        PEERS,
+        settings,
+        RingId("r1"),
+        3,
+        examine(manifest, files_here(Registry(tmp_path), manifest)),
     )
     assert [(spec.first_layer, spec.end_layer) for spec in planned.specs] == [(0, 5), (5, 6)]
     own = [[file.path for file in spec.files if file.path.startswith("shards")] for spec in planned.specs]
     names = ("model", "adapter")
     assert own == [[f"shards/stage-{stage}/{name}.safetensors" for name in names] for stage in (0, 1)]
     (tmp_path / manifest.id / own[1][0]).write_bytes(b"")
-    damaged = examine(Registry(tmp_path), manifest)
+    damaged = examine(manifest, files_here(Registry(tmp_path), manifest))
     assert damaged == NOTHING_KNOWN, "peers may have it whole"
     with pytest.raises(LoadRefused, match="not whole on this machine"):
         plan_ring(manifest, LoadOptions(), PEERS, settings, RingId("r1"), 3, damaged)

@@ -89,8 +89,8 @@ class House:
     def paces(self) -> Mapping[NodeId, float]:
         return self.coordinator.machines.seen(WEIGHTS, trio.current_time()).paces
 
-    def plan(self) -> dict[str, Any]:
-        return dict(self.gateway.plan(MODEL, LoadOptions()))
+    async def plan(self) -> dict[str, Any]:
+        return dict(await self.gateway.plan(MODEL, LoadOptions()))
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ async def test_a_load_after_a_peer_was_measured_slow_avoids_it_and_says_so(house
     assert house.paces() == {QUICK: 2.0, SLOW: 40.0}
     await house.unload(first)
 
-    plan = house.plan()
+    plan = await house.plan()
     assert [stage["peer"] for stage in plan["stages"]] == ["quick", "spare"]
     assert plan["left_out"] == [
         {
@@ -147,7 +147,7 @@ async def test_q2_a_load_whose_kernels_fail_says_so_and_the_next_one_serves_in_a
 
 
 async def test_a_plan_without_measures_predicts_nothing(house: House) -> None:
-    plan = house.plan()
+    plan = await house.plan()
     assert plan["predicted"] is None
     assert [left["reason"] for left in plan["left_out"]] == ["not_needed"]
 
@@ -157,10 +157,12 @@ async def test_a_model_stays_with_the_peers_that_keep_its_files(house: House) ->
     first = house.coordinator.rings.start(MODEL, LoadOptions(peers=("spare", "slow")))
     house.ready(first, 2.0, 2.0)
     await house.unload(first)
-    assert [stage["peer"] for stage in house.plan()["stages"]] == ["quick", "slow"], "their files are gone again"
+    assert [stage["peer"] for stage in (await house.plan())["stages"]] == ["quick", "slow"], (
+        "their files are gone again"
+    )
     for node in (SLOW, SPARE):
         house.beat(node, models=["m"])
-    plan = house.plan()
+    plan = await house.plan()
     assert [stage["peer"] for stage in plan["stages"]] == ["spare", "slow"]
 
 
