@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sims import member_hosts
 from sims.member_frames import Weather
 from sims.member_torture import returns_under_cut, torture
 from sims.members import MembersWorld
 from sims.timeline import Stuck, Violation
 from swarmnode.cluster.member_table import KnownMembers
 from swarmnode.cluster.membership import Late, Membership, NodeState
+from swarmnode.cluster.reconnecting import WAITS_S
 from swarmnode.cluster.roll import Answer, Roll
 
 if TYPE_CHECKING:
@@ -41,6 +43,50 @@ def test_nothing_breaks_the_promises(part: int) -> None:
 def test_a_cut_that_lasts_makes_nobody_come_and_go() -> None:
     """In five minutes; one return may be what was under way before."""
     assert max(returns_under_cut(seed) for seed in range(CUT_SEEDS)) <= 1
+
+
+class CountsDials(MembersWorld):
+    """Knows when a coordinator was dialled."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        super().__init__(count, seed)
+        self.dials_s: list[float] = []
+
+    def dialed(self, node: NodeId, link: int, who: Heard) -> None:
+        self.dials_s.append(self.now_s)
+        super().dialed(node, link, who)
+
+
+CROWD, CROWD_BACK_S, WINDOW_S = 50, 15.0, 0.25
+
+
+def _crowd_comes_back(seed: int, away_s: float) -> tuple[int, int]:
+    """After a coordinator that was `away_s`: how many of the crowd are linked to the next in time, and the most dials
+    in any WINDOW_S."""
+    world = CountsDials(CROWD, seed)
+    for node in world.hosts:
+        world.start(node)
+    world.run_until(30.0)
+    world.kill_coordinator()
+    world.run_until(30.0 + away_s)
+    world.dials_s = dials_s = []
+    world.succeed()
+    world.run_until(world.now_s + CROWD_BACK_S)
+    most = max(sum(begin <= at_s < begin + WINDOW_S for at_s in dials_s) for begin in dials_s)
+    return len(world.links), most
+
+
+@pytest.mark.parametrize("away_s", [2.0, 10.0, 60.0])
+def test_fifty_come_back_in_time_and_not_all_at_once(away_s: float) -> None:
+    for seed in range(20):
+        back, most = _crowd_comes_back(seed, away_s)
+        assert back == CROWD
+        assert most < CROWD / 3, f"seed {seed}"
+
+
+def test_without_jitter_they_would_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_hosts, "wait_s", lambda attempts, draw: WAITS_S[-1])
+    assert _crowd_comes_back(0, 10.0)[1] > CROWD / 2
 
 
 class TakesEarlierProcesses(Membership):
