@@ -104,11 +104,9 @@ def network(writes_in_place: None) -> MemoryNetwork:
     return MemoryNetwork(latency_s=0.02)
 
 
-@pytest.fixture
-async def machines(network: MemoryNetwork, tmp_path: Path, nursery: trio.Nursery) -> dict[NodeId, Machine]:
-    """A began alone, B and C were given the document, and now all three vote; they end with the test.
-    Elections take their seconds: whoever uses this wants `autojump_clock`, too."""
-    machines = {node: Machine(node, network, tmp_path) for node in (A, B, C)}
+async def three(network: MemoryNetwork, folder: Path, nursery: trio.Nursery) -> dict[NodeId, Machine]:
+    """A begins alone, B and C are given the document, and then all three vote."""
+    machines = {node: Machine(node, network, folder) for node in (A, B, C)}
     for machine in machines.values():
         await nursery.start(machine.run)
     first = machines[A].voting
@@ -118,6 +116,12 @@ async def machines(network: MemoryNetwork, tmp_path: Path, nursery: trio.Nursery
     await until(lambda: first.up_to_date == {B, C}, "B and C hold the document")
     await first.write(b"{}", first.entry.version, (A, B, C))
     return machines
+
+
+@pytest.fixture
+async def machines(network: MemoryNetwork, tmp_path: Path, nursery: trio.Nursery) -> dict[NodeId, Machine]:
+    """All three vote, until the test ends. That takes seconds: whoever uses this wants `autojump_clock`, too."""
+    return await three(network, tmp_path, nursery)
 
 
 async def test_what_was_acknowledged_outlives_the_coordinator(
