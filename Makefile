@@ -11,7 +11,10 @@ WORKERS ?= 2
 demo: $(STAMP)
 	$(BIN)/swarmnode demo $(ARGS)
 
+# Tests start hundreds of nodes and workers. Where Python may keep nothing that it compiled (PYTHONDONTWRITEBYTECODE),
+# each of them would compile all of this anew: twice as long a start.
 test: $(STAMP)
+	$(BIN)/python -m compileall -q swarmnode sims benchmarks
 	$(BIN)/python -m pytest -m "not soak" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)

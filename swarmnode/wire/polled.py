@@ -11,7 +11,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import trio
-from trio.testing import wait_all_tasks_blocked
 
 from swarmnode.errors import LinkBroken
 from swarmnode.wire.carried import MAX_BUNDLE, CarriedStream
@@ -42,6 +41,8 @@ LET_ON_S = 0.005
 async def let_on() -> None:
     """Let what was just handed on get through this node before the next request or answer is made: that costs as much
     time as the whole way, and nobody waits for it so much. It is through when no task has anything left to do."""
+    from trio.testing import wait_all_tasks_blocked  # loads pytest where there is one: not at every node's start
+
     with trio.move_on_after(LET_ON_S):
         await wait_all_tasks_blocked()
 

@@ -65,11 +65,6 @@ def import_plain(folder: Path, root: Path) -> Manifest:
     return import_model(str(folder / "source"), root, model_id="plain")
 
 
-def test_a_file_without_such_matrices_keeps_nothing(tmp_path: Path, root: Path) -> None:
-    manifest = import_tiny(tmp_path, root, {"up_proj": "Q8_0", "lm_head": "Q4_0"})
-    assert not [entry.path for entry in manifest.files if BLOCKS_FILE in entry.path]
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint as the converter leaves it, with blocks of one matrix."""

@@ -70,7 +70,7 @@ def lone(tmp_path_factory: pytest.TempPathFactory, models_root: Path) -> Iterato
 
 
 @pytest.mark.parametrize("port", ["api", "swarm"])
-@pytest.mark.parametrize("count", [1500, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [1100, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_scenario_15_idle_connections_cost_little_and_keep_nobody_out(lone: Swarm, port: str, count: int) -> None:
     local = lone.local
     assert local.coordinator is not None

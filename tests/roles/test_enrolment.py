@@ -386,12 +386,17 @@ async def test_a_machine_that_may_not_join_keeps_nothing_of_it(real: House, nurs
     nursery.cancel_scope.cancel()
 
 
+async def token_of_a_listener(real: House, nursery: trio.Nursery) -> JoinToken:
+    """A token that names where joins are served from now on."""
+    address = await nursery.start(serve_joins, real)
+    return replace(await real.token(), addresses=(str(address),))
+
+
 async def test_a_machine_whose_certificate_was_lost_on_the_way_is_let_in_once_more(
     real: House, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the same token, which is used up, and under the same name: so the key that was asked for has to be kept."""
-    address = await nursery.start(serve_joins, real)
-    token = replace(await real.token(), addresses=(str(address),))
+    token = await token_of_a_listener(real, nursery)
 
     def lose(*_: object) -> None:
         raise LinkBroken("lost on the way")
@@ -412,8 +417,7 @@ async def test_a_machine_whose_certificate_was_lost_on_the_way_is_let_in_once_mo
 async def test_a_machine_whose_disk_does_not_take_the_certificate_is_let_in_once_more(
     real: House, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = await nursery.start(serve_joins, real)
-    token = replace(await real.token(), addresses=(str(address),))
+    token = await token_of_a_listener(real, nursery)
     attic = real.machine("attic")
 
     def full(*_: object) -> None:

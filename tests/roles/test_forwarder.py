@@ -353,12 +353,17 @@ async def test_a_token_that_is_refused_later_is_let_in_no_more(tmp_path: Path) -
         assert (await swarm.client.get(LAST_KNOWN, headers=let_in)).status_code == 503
 
 
+async def readers_headers(swarm: World) -> dict[str, str]:
+    """Of a token of a swarm that is closed from now on."""
+    _, token = await swarm.store.issue("reader", Scope.READ, None)
+    told(swarm, lets_everybody_in=False)
+    return {"authorization": f"Bearer {token}"}
+
+
 async def test_what_was_let_in_before_the_last_revocation_counts_no_more(tmp_path: Path) -> None:
     """Whosesoever token it was: this node does not know which one. Who asks again is let in again."""
     async with world(tmp_path) as swarm:
-        _, token = await swarm.store.issue("reader", Scope.READ, None)
-        let_in = {"authorization": f"Bearer {token}"}
-        told(swarm, lets_everybody_in=False)
+        let_in = await readers_headers(swarm)
         assert (await swarm.client.get(NODES, headers=let_in)).status_code == 200
         told(swarm, lets_everybody_in=False, version=8, revocations=1)
         await swarm.lose_coordinator()
@@ -368,9 +373,7 @@ async def test_what_was_let_in_before_the_last_revocation_counts_no_more(tmp_pat
 async def test_a_token_revoked_while_its_call_is_answered_is_not_let_in(tmp_path: Path) -> None:
     """The coordinator looked at it before, and its answer is overtaken by the news."""
     async with world(tmp_path) as swarm:
-        _, token = await swarm.store.issue("reader", Scope.READ, None)
-        let_in = {"authorization": f"Bearer {token}"}
-        told(swarm, lets_everybody_in=False)
+        let_in = await readers_headers(swarm)
         nodes = swarm.backend.nodes
 
         def overtaken() -> Mapping[str, object]:

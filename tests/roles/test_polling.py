@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 from buffering_proxy import IDLE_S, BufferingProxy
+from channel_handlers import echo
 from credentials import Node, Swarm
 from polling_port import start_polling_port
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from swarmnode.wire.link import Channel, Hello
+    from swarmnode.wire.link import Channel
 
 
 FAR_S = 4e9
@@ -75,11 +76,6 @@ class Coordinator:
             link.open("requests") as channel,
         ):
             yield channel
-
-
-async def echo(_kind: str, _hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 @pytest.fixture

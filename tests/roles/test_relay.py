@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 import trio.testing
+from channel_handlers import echo
 from credentials import Node, Swarm
 
 from swarmnode.errors import LinkBroken, ProtocolError
@@ -100,11 +101,6 @@ class Home:
                 await channel.send(Frame("relay_answer", {"call": call}))
                 await transport.accept(TunnelStream(channel), "relay")
             nursery.cancel_scope.cancel()
-
-
-async def echo(_kind: str, _hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+from channel_handlers import echo
 from contexts import node_context
 from credentials import Node, Swarm
 from polling_port import start_polling_port
@@ -99,11 +100,6 @@ class Neighbourhood:
             return False
         self._nursery.start_soon(self._cellar_roads.answer_relay, frame.header["call"])
         return True
-
-
-async def echo(_kind: str, _hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 @pytest.fixture

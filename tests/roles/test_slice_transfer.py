@@ -365,9 +365,14 @@ async def test_a_peer_that_lies_leaves_or_stalls_costs_time_and_nothing_else(
         nursery.cancel_scope.cancel()
 
 
-async def slow(frame: Frame) -> Frame:
-    await trio.sleep(0.3 if frame.kind == "data" else 0)
-    return frame
+def delayed(seconds: float) -> Spoil:
+    """Data comes so much later."""
+
+    async def late(frame: Frame) -> Frame:
+        await trio.sleep(seconds if frame.kind == "data" else 0)
+        return frame
+
+    return late
 
 
 async def test_a_slow_peer_does_not_hold_the_load(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +383,7 @@ async def test_a_slow_peer_does_not_hold_the_load(swarm: Swarm, monkeypatch: pyt
         await swarm.open(nursery, "attic")
         await swarm.fetch("attic", 0, 4)
         before = swarm.served["house"]
-        swarm.spoils["attic"] = slow
+        swarm.spoils["attic"] = delayed(0.3)
         swarm.check(await swarm.fetch("cellar", 0, 4, "attic"), 0, 4)
         assert swarm.served["house"] - before > swarm.shard.size // 2
         nursery.cancel_scope.cancel()
@@ -404,13 +409,16 @@ async def test_a_chunk_that_is_altered_on_the_coordinators_disk_comes_from_a_pee
         await swarm.fetch("attic", 0, 4)
         expected = tensors_of(swarm.original, 0, 4)
         alter_on_the_coordinators_disk(swarm, tensor)
-        swarm.spoils["attic"] = slow
+        swarm.spoils["attic"] = delayed(0.3)
         with trio.fail_after(20):
             assert await swarm.fetch("cellar", 0, 4, "attic") == expected
         nursery.cancel_scope.cancel()
 
 
-async def test_a_chunk_that_is_altered_everywhere_is_named_and_the_rest_is_kept(swarm: Swarm) -> None:
+async def test_a_chunk_that_is_altered_everywhere_is_named_and_the_rest_is_kept(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_client, "PEER_SILENCE_S", 0.5)  # what is altered is looked for this long
     tensor = "model.layers.1.mlp.up_proj.weight"
     begin = read_header(swarm.original)[tensor].begin
     async with trio.open_nursery() as nursery:
@@ -424,15 +432,11 @@ async def test_a_chunk_that_is_altered_everywhere_is_named_and_the_rest_is_kept(
 
 
 async def test_a_batch_that_takes_too_long_is_asked_of_others(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stuck(frame: Frame) -> Frame:
-        await trio.sleep(30 if frame.kind == "data" else 0)
-        return frame
-
     monkeypatch.setattr(slice_client, "BATCH_S", 0.1)
     async with trio.open_nursery() as nursery:
         await swarm.open(nursery, "attic")
         await swarm.fetch("attic", 0, 4)
-        swarm.spoils["attic"] = stuck
+        swarm.spoils["attic"] = delayed(30)
         with trio.fail_after(8):
             swarm.check(await swarm.fetch("cellar", 0, 4, "attic"), 0, 4)
         nursery.cancel_scope.cancel()
@@ -449,13 +453,9 @@ async def test_a_source_that_nobody_answers_at_is_passed_over(swarm: Swarm) -> N
 async def test_two_that_load_the_same_at_once_share(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many batches, as a real shard has: the coordinator gives little more than one copy."""
 
-    async def slow(frame: Frame) -> Frame:
-        await trio.sleep(0.03 if frame.kind == "data" else 0)
-        return frame
-
     async with trio.open_nursery() as nursery:
         await swarm.open(nursery, "attic", "cellar")
-        swarm.spoils["house"] = slow
+        swarm.spoils["house"] = delayed(0.03)
         monkeypatch.setattr(chunk_pool, "BATCH_BYTES", 1000)
         async with trio.open_nursery() as both:
             both.start_soon(swarm.fetch, "attic", 0, 4, "cellar")

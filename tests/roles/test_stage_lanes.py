@@ -66,7 +66,9 @@ async def test_a_lane_of_another_is_refused_and_the_ring_unharmed(
     assert posted == [], "nobody is told that the ring broke, because it did not"
 
 
-async def test_the_stage_before_is_served_until_its_lane_ends(host: tuple[StageHost, list[Frame]]) -> None:
+async def test_the_stage_before_is_served_until_its_lane_ends(
+    host: tuple[StageHost, list[Frame]], autojump_clock: object
+) -> None:
     stage, posted = host
     near, far = memory_pair("steps")
     async with trio.open_nursery() as nursery:

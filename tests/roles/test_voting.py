@@ -118,29 +118,32 @@ async def three(network: MemoryNetwork, folder: Path, nursery: trio.Nursery) -> 
     return machines
 
 
+@pytest.fixture
+async def machines(network: MemoryNetwork, tmp_path: Path, nursery: trio.Nursery) -> dict[NodeId, Machine]:
+    """All three vote, until the test ends. That takes seconds: whoever uses this wants `autojump_clock`, too."""
+    return await three(network, tmp_path, nursery)
+
+
 async def test_what_was_acknowledged_outlives_the_coordinator(
-    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object, nursery: trio.Nursery
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        first = machines[A].voting
-        await first.write(b'{"kept":1}', first.entry.version)
-        machines[A].scope.cancel()
-        rest = [machines[B].voting, machines[C].voting]
-        await until(lambda: any(voting.coordinates for voting in rest), "another coordinates")
-        (second,) = [voting for voting in rest if voting.coordinates]
-        assert second.entry.document == b'{"kept":1}'
-        with pytest.raises(Conflict):
-            await second.write(b"{}", second.entry.version - 1)
-        await second.write(b'{"kept":2}', second.entry.version)
-        await machines[A].restart(nursery)
-        again = machines[A].voting
-        await until(lambda: again.entry.document == b'{"kept":2}', "the old one follows")
-        assert not again.coordinates
-        assert again.coordinator == second.node
-        with pytest.raises(NotCoordinator):
-            await again.write(b"{}", again.entry.version)
-        nursery.cancel_scope.cancel()
+    first = machines[A].voting
+    await first.write(b'{"kept":1}', first.entry.version)
+    machines[A].scope.cancel()
+    rest = [machines[B].voting, machines[C].voting]
+    await until(lambda: any(voting.coordinates for voting in rest), "another coordinates")
+    (second,) = [voting for voting in rest if voting.coordinates]
+    assert second.entry.document == b'{"kept":1}'
+    with pytest.raises(Conflict):
+        await second.write(b"{}", second.entry.version - 1)
+    await second.write(b'{"kept":2}', second.entry.version)
+    await machines[A].restart(nursery)
+    again = machines[A].voting
+    await until(lambda: again.entry.document == b'{"kept":2}', "the old one follows")
+    assert not again.coordinates
+    assert again.coordinator == second.node
+    with pytest.raises(NotCoordinator):
+        await again.write(b"{}", again.entry.version)
 
 
 async def test_a_document_that_takes_long_to_send_is_written_by_a_coordinator_that_stays_one(
@@ -160,78 +163,66 @@ async def test_a_document_that_takes_long_to_send_is_written_by_a_coordinator_th
 
 
 async def test_a_voter_without_which_no_majority_is_connected_stays(
-    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object
 ) -> None:
     """C is killed: then B may not go, while C may."""
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        first = machines[A].voting
-        records = {node: NodeRecord(node, f"node {node}", math.inf) for node in (B, C)}
-        await first.write(SwarmDocument().encode(), first.entry.version)
-        state = SwarmState(first)
+    first = machines[A].voting
+    records = {node: NodeRecord(node, f"node {node}", math.inf) for node in (B, C)}
+    await first.write(SwarmDocument().encode(), first.entry.version)
+    state = SwarmState(first)
 
-        def edit(book: VoterBook, _: NodeBook) -> None:
-            for node in (A, B, C):
-                book.seat(Seated(node, f"node {node}", PLACES[node]))
+    def edit(book: VoterBook, _: NodeBook) -> None:
+        for node in (A, B, C):
+            book.seat(Seated(node, f"node {node}", PLACES[node]))
 
-        await state.change_seats(edit)
-        unused: Any = None
-        me = Seated(A, "node a", PLACES[A])
-        seats = Seats(me, state, first, unused, unused, admits=True, emit=unused, told=unused)
-        await until(lambda: first.connected == {B, C}, "both are connected")
+    await state.change_seats(edit)
+    unused: Any = None
+    me = Seated(A, "node a", PLACES[A])
+    seats = Seats(me, state, first, unused, unused, admits=True, emit=unused, told=unused)
+    await until(lambda: first.connected == {B, C}, "both are connected")
+    seats.check_leaving(records[B])
+    machines[C].scope.cancel()
+    await until(lambda: first.connected == {B}, "C is away")
+    with pytest.raises(Conflict, match=r"without node b .* away are node c\. Start them again, or remove them"):
         seats.check_leaving(records[B])
-        machines[C].scope.cancel()
-        await until(lambda: first.connected == {B}, "C is away")
-        with pytest.raises(Conflict, match=r"without node b .* away are node c\. Start them again, or remove them"):
-            seats.check_leaving(records[B])
-        seats.check_leaving(records[C])
-        assert [(link["name"], link["up"]) for link in seats.voter_links()] == [("node b", True), ("node c", False)]
-        nursery.cancel_scope.cancel()
+    seats.check_leaving(records[C])
+    assert [(link["name"], link["up"]) for link in seats.voter_links()] == [("node b", True), ("node c", False)]
 
 
 async def test_a_change_that_nobody_waits_for_any_more_is_not_undone_by_the_next(
-    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object, network: MemoryNetwork
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        first = machines[A].voting
-        await first.write(SwarmDocument().encode(), first.entry.version)
-        state, ring = SwarmState(first), {"ring": "r"}
-        with trio.move_on_after(network.latency_s / 2) as waiting:
-            await state.keep_rings([ring])
-        assert waiting.cancelled_caught, "its caller left before the others had answered"
-        await state.change_seats(lambda book, _: book.seat(Seated(A, "node a", PLACES[A])))
-        assert (decode_document(first.entry.document).rings, state.rings) == ((ring,), (ring,))
-        nursery.cancel_scope.cancel()
+    first = machines[A].voting
+    await first.write(SwarmDocument().encode(), first.entry.version)
+    state, ring = SwarmState(first), {"ring": "r"}
+    with trio.move_on_after(network.latency_s / 2) as waiting:
+        await state.keep_rings([ring])
+    assert waiting.cancelled_caught, "its caller left before the others had answered"
+    await state.change_seats(lambda book, _: book.seat(Seated(A, "node a", PLACES[A])))
+    assert (decode_document(first.entry.document).rings, state.rings) == ((ring,), (ring,))
 
 
 async def test_without_a_majority_a_write_ends_unacknowledged(
-    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        first = machines[A].voting
-        for node in (B, C):
-            machines[node].scope.cancel()
-        began_s = trio.current_time()
-        with pytest.raises(NotCoordinator, match="majority"):
-            await first.write(b'{"lost":1}', first.entry.version)
-        assert trio.current_time() - began_s <= QUORUM_S + SOON_S
-        assert not first.coordinates
-        nursery.cancel_scope.cancel()
+    first = machines[A].voting
+    for node in (B, C):
+        machines[node].scope.cancel()
+    began_s = trio.current_time()
+    with pytest.raises(NotCoordinator, match="majority"):
+        await first.write(b'{"lost":1}', first.entry.version)
+    assert trio.current_time() - began_s <= QUORUM_S + SOON_S
+    assert not first.coordinates
 
 
 async def test_a_coordinator_that_slept_is_none_before_it_does_anything(
-    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        assert machines[A].voting.coordinates
-        machines[A].asleep_s = 3600.0
-        assert not machines[A].voting.coordinates
-        with pytest.raises(NotCoordinator):
-            await machines[A].voting.write(b'{"stale":1}', machines[A].voting.entry.version)
-        nursery.cancel_scope.cancel()
+    assert machines[A].voting.coordinates
+    machines[A].asleep_s = 3600.0
+    assert not machines[A].voting.coordinates
+    with pytest.raises(NotCoordinator):
+        await machines[A].voting.write(b'{"stale":1}', machines[A].voting.entry.version)
 
 
 def test_a_voters_clock_goes_on_while_its_machine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,35 +234,29 @@ def test_a_voters_clock_goes_on_while_its_machine_sleeps(tmp_path: Path, monkeyp
 
 
 async def test_a_change_that_a_full_disk_refuses_never_was(
-    network: MemoryNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        first = machines[A].voting
-        before = first.entry
+    first = machines[A].voting
+    before = first.entry
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Ballot, "write", full)
-            with pytest.raises(NoSpace, match="No space left"):
-                await first.write(b'{"lost":1}', before.version)
-        assert first.entry == before
-        assert first.coordinates
-        await first.write(b'{"kept":1}', before.version)
-        await until(lambda: machines[B].voting.entry.document == b'{"kept":1}', "the next one counts")
-        nursery.cancel_scope.cancel()
+    with monkeypatch.context() as patch:
+        patch.setattr(Ballot, "write", full)
+        with pytest.raises(NoSpace, match="No space left"):
+            await first.write(b'{"lost":1}', before.version)
+    assert first.entry == before
+    assert first.coordinates
+    await first.write(b'{"kept":1}', before.version)
+    await until(lambda: machines[B].voting.entry.document == b'{"kept":1}', "the next one counts")
 
 
 async def test_a_term_and_a_vote_are_found_again(
-    network: MemoryNetwork, tmp_path: Path, autojump_clock: object
+    machines: dict[NodeId, Machine], autojump_clock: object, nursery: trio.Nursery, tmp_path: Path
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        machines = await three(network, tmp_path, nursery)
-        kept = Ballot(tmp_path / "b.json").read(())
-        assert kept.entry.voters == (A, B, C)
-        assert kept.term == machines[A].voting.term
-        await machines[B].restart(nursery)
-        assert machines[B].voting.entry == kept.entry
-        nursery.cancel_scope.cancel()
+    kept = Ballot(tmp_path / "b.json").read(())
+    assert kept.entry.voters == (A, B, C)
+    assert kept.term == machines[A].voting.term
+    await machines[B].restart(nursery)
+    assert machines[B].voting.entry == kept.entry

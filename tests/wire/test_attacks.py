@@ -16,6 +16,7 @@ import msgpack
 import pytest
 import trio
 import trio.testing
+from channel_handlers import echo
 from credentials import Node, Swarm
 
 from swarmnode.errors import LinkBroken, Overloaded, ProtocolError
@@ -40,11 +41,6 @@ BATCH, BATCHES = 50, 100
 """Frames at a time, and how often: a pause between two lets the GOAWAY arrive before the reset that follows more."""
 PAUSE_S = 0.01
 END_S = 10.0
-
-
-async def echo(kind: str, hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 class Port:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 import trio.testing
+from channel_handlers import echo
 
 from swarmnode.errors import InvalidRequest, LinkBroken, ProtocolError, SwarmError
 from swarmnode.wire import direct, limits
@@ -33,11 +34,6 @@ PLAIN = direct.DirectTransport(None)
 
 def raw(size: int) -> Frame:
     return Frame("data", {"offset": 0}, bytes(size))
-
-
-async def echo(kind: str, hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 async def serve(stream: trio.abc.Stream, who: Identity, handler: object = echo) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 import trio.testing
+from channel_handlers import echo
 
 from swarmnode.errors import InternalError, LinkBroken, Overloaded, ProtocolError, StageLost
 from swarmnode.ids import RingId
@@ -30,11 +31,6 @@ def tensor(size: int, fill: bytes = b"t") -> Frame:
     rows = {"sessions": [1], "gens": [0], "poss": [0], "ns": [1]}
     shape = [size >> 20, 1 << 20] if size >> 20 << 20 == size else [1, size]
     return Frame("group", {**rows, "dtype": "uint8", "shape": shape, "bytes": size}, fill * size)
-
-
-async def echo(kind: str, hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 async def start(nursery: trio.Nursery, transport: Transport, handler: ChannelHandler, who: Identity) -> Address:
@@ -297,9 +293,8 @@ async def test_everything_a_handler_sent_before_it_returned_arrives(
     assert kinds == ["group", "end"]
 
 
-async def test_leaving_by_an_error_resets_the_channel_and_raises_that_error(
-    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
-) -> None:
+async def start_waiting(nursery: trio.Nursery, transport: Transport, cellar: Identity) -> tuple[trio.Event, Address]:
+    """A listener whose channels wait until they break, which is said."""
     broken = trio.Event()
 
     async def wait_for_the_end(kind: str, hello: Hello, channel: Channel) -> None:
@@ -307,7 +302,13 @@ async def test_leaving_by_an_error_resets_the_channel_and_raises_that_error(
             await channel.receive()
         broken.set()
 
-    address = await start(nursery, transport, wait_for_the_end, cellar)
+    return broken, await start(nursery, transport, wait_for_the_end, cellar)
+
+
+async def test_leaving_by_an_error_resets_the_channel_and_raises_that_error(
+    transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
+) -> None:
+    broken, address = await start_waiting(nursery, transport, cellar)
     with pytest.raises(KeyError, match="mine"):
         async with transport.dial(address, "steps", attic):
             raise KeyError("mine")
@@ -317,14 +318,7 @@ async def test_leaving_by_an_error_resets_the_channel_and_raises_that_error(
 async def test_a_cancelled_user_resets_the_channel(
     transport: Transport, attic: Identity, cellar: Identity, nursery: trio.Nursery
 ) -> None:
-    broken = trio.Event()
-
-    async def wait_for_the_end(kind: str, hello: Hello, channel: Channel) -> None:
-        with pytest.raises(LinkBroken):
-            await channel.receive()
-        broken.set()
-
-    address = await start(nursery, transport, wait_for_the_end, cellar)
+    broken, address = await start_waiting(nursery, transport, cellar)
     with trio.CancelScope() as scope:
         async with transport.dial(address, "steps", attic) as channel:
             scope.cancel()

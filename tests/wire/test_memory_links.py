@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from channel_handlers import echo
 
 from swarmnode.errors import LinkBroken
 from swarmnode.wire.address import Address
@@ -34,10 +35,6 @@ async def test_latency_delays_every_frame_and_holds_up_no_sender(autojump_clock:
 async def test_a_round_trip_takes_twice_the_latency(
     autojump_clock: object, attic: Identity, cellar: Identity, nursery: trio.Nursery
 ) -> None:
-    async def echo(kind: str, hello: Hello, channel: Channel) -> None:
-        async for frame in channel:
-            await channel.send(frame)
-
     network = MemoryNetwork(latency_s=0.05)
 
     async def listen(*, task_status: trio.TaskStatus[Address]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 import trio.testing
+from channel_handlers import echo
 from credentials import Node, Swarm
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
 
 ANYWHERE = Address("127.0.0.1", 0)
 BOTH = ("coordinator", "peer")
-
-
-async def echo(kind: str, hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 @pytest.fixture
@@ -181,39 +177,39 @@ def signed_by_a_peer(swarm: Swarm) -> Node:
     return node
 
 
-def for_servers_only(swarm: Swarm) -> Node:
-    """Somebody else's use of our CA: not for what it is presented for."""
+def builder_like_ours(swarm: Swarm) -> tuple[x509.CertificateBuilder, certs.PrivateKey]:
+    """A certificate of ours but for its serial number, and its key; whoever asks adds to it, and signs."""
     key = certs.new_key()
     real = certs.issue(swarm.ca, swarm.key, key.public_key(), ("peer",), time.time())
     builder = x509.CertificateBuilder(
         real.issuer, real.subject, real.public_key(), 7, real.not_valid_before_utc, real.not_valid_after_utc
     )
+    return builder, key
+
+
+def for_servers_only(swarm: Swarm) -> Node:
+    """Somebody else's use of our CA: not for what it is presented for."""
+    builder, key = builder_like_ours(swarm)
     usage = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
     return swarm.write("server", key, builder.add_extension(usage, critical=True).sign(swarm.key, hashes.SHA256()), ())
 
 
+def naming(swarm: Swarm, name: str, hosts: int) -> Node:
+    """Of our CA, with so many names of hosts in it."""
+    builder, key = builder_like_ours(swarm)
+    names = [x509.DNSName(f"{number:060}.example") for number in range(hosts)]
+    certificate = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return swarm.write(name, key, certificate.sign(swarm.key, hashes.SHA256()), ())
+
+
 def oversized(swarm: Swarm) -> Node:
     """Larger than a handshake may carry."""
-    key = certs.new_key()
-    real = certs.issue(swarm.ca, swarm.key, key.public_key(), ("peer",), time.time())
-    builder = x509.CertificateBuilder(
-        real.issuer, real.subject, real.public_key(), 7, real.not_valid_before_utc, real.not_valid_after_utc
-    )
-    names = [x509.DNSName(f"{number:060}.example") for number in range(3000)]
-    huge = builder.add_extension(x509.SubjectAlternativeName(names), critical=False).sign(swarm.key, hashes.SHA256())
-    return swarm.write("huge", key, huge, ())
+    return naming(swarm, "huge", 3000)
 
 
 def larger_than_ours(swarm: Swarm) -> Node:
     """Small enough for a handshake, larger than any of ours."""
-    key = certs.new_key()
-    real = certs.issue(swarm.ca, swarm.key, key.public_key(), ("peer",), time.time())
-    builder = x509.CertificateBuilder(
-        real.issuer, real.subject, real.public_key(), 7, real.not_valid_before_utc, real.not_valid_after_utc
-    )
-    names = [x509.DNSName(f"{number:060}.example") for number in range(100)]
-    big = builder.add_extension(x509.SubjectAlternativeName(names), critical=False).sign(swarm.key, hashes.SHA256())
-    return swarm.write("big", key, big, ())
+    return naming(swarm, "big", 100)
 
 
 OUTSIDERS = [stranger, expired, not_yet, self_signed, signed_by_a_peer, for_servers_only, oversized, larger_than_ours]

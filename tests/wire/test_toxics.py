@@ -83,14 +83,19 @@ def test_bandwidth_lets_no_more_through(proxy: ToxicProxy) -> None:
     assert proxy.there.effects.limited_s > 0
 
 
+def hears_nothing(client: socket.socket) -> None:
+    """For a fifth of a second, in which an answer would long be there."""
+    client.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+
+
 def test_a_cut_way_swallows_and_says_nothing(proxy: ToxicProxy) -> None:
     with dialed(proxy) as client:
         assert answer(client, b"before") == b"before"
         proxy.there.cut = True
         client.sendall(b"lost")
-        client.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            client.recv(1)
+        hears_nothing(client)
     assert proxy.there.effects.vanished_bytes == 4
 
 
@@ -99,9 +104,7 @@ def test_a_stalled_way_passes_nothing_on_until_it_is_over(proxy: ToxicProxy) -> 
         assert answer(client, b"x") == b"x"
         proxy.there.stalled = True
         client.sendall(b"b")
-        client.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            client.recv(1)
+        hears_nothing(client)
         proxy.there.stalled = False
         client.settimeout(5)
         assert client.recv(1) == b"b"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from channel_handlers import echo
 from credentials import Node, Swarm
 
 from swarmnode.errors import LinkBroken, ProtocolError, SwarmError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from swarmnode.wire.direct import DirectLink
-    from swarmnode.wire.link import Channel, Hello
+    from swarmnode.wire.link import Channel
 
 END_S = 20.0
 SPARE_BYTES = 96 << 20
@@ -85,11 +86,6 @@ def test_accounts_count_what_is_held_and_no_more() -> None:
     assert Share(node.of("api")).add(7)
     beat.end()
     assert node.held_bytes == 27
-
-
-async def echo(kind: str, hello: Hello, channel: Channel) -> None:
-    async for frame in channel:
-        await channel.send(frame)
 
 
 @pytest.mark.parametrize("kind", ["control", "requests", "files", "api", "relay"])
