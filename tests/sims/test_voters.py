@@ -32,7 +32,7 @@ class SmallParts(Election):
     part_bytes = 40
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 3))])
+@pytest.mark.parametrize("part", range(4))
 def test_nothing_breaks_the_promises(part: int) -> None:
     elections = faults = disks = 0
     for seed in range(part * SEEDS // 4, (part + 1) * SEEDS // 4):
@@ -44,7 +44,7 @@ def test_nothing_breaks_the_promises(part: int) -> None:
     assert disks > SEEDS / 4
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("part", range(2))
 def test_a_majority_that_is_connected_needs_nobody_else(part: int) -> None:
     for seed in range(part * SEEDS_OF_A_MAJORITY // 2, (part + 1) * SEEDS_OF_A_MAJORITY // 2):
         torture(seed, SmallParts if seed % 3 else Election, count=5 if seed % 2 else 3, whole=False)
