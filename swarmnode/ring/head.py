@@ -215,7 +215,6 @@ class Head:
             self._failed(Failed(session_id, gens[session_id], failure.code, failure.message), now)
         compute_ms = (result.compute_ms,)
         if isinstance(work, PieceWork):
-            self._plan.piece_ended(result.compute_ms)
             if session := self._sessions.alive(work.session, gens[work.session]):
                 self._piece_computed(session, work, result, compute_ms, now)
         else:
@@ -304,6 +303,7 @@ class Head:
         piece = session.pieces.popleft()
         wall_ms = (now - piece.started_s) * 1e3
         self.costs.observe_piece(answer.n, answer.compute_ms, wall_ms - answer.queue_ms)
+        self._plan.piece_done(max(answer.compute_ms, default=math.inf))
         self.progress.observe(now - session.progress_s)
         session.progress_s = now
         self._caches.started(session, now)

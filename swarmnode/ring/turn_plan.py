@@ -58,14 +58,18 @@ class TurnPlan:
             self.turns.idles()
         return work
 
-    def piece_ended(self, compute_ms: float) -> None:
-        self._rounds.piece_ended(compute_ms)
+    def piece_done(self, slowest_ms: float) -> None:
+        """A piece went through all stages; how long it took on the slowest."""
+        self._rounds.piece_done(slowest_ms)
 
-    def step_ended(self, sessions: Iterable[SessionId], now: float) -> bool:
+    def step_ended(self, stepped: Iterable[SessionId], now: float) -> bool:
         """Whether a slot for pieces is behind that step, on every stage."""
-        decoding = (s.id for s in self._sessions.values() if s.phase is Phase.DECODE and not s.wants_room)
+        sessions = self._sessions.values()
+        if not any(s.phase is Phase.PREFILL for s in sessions):
+            self._rounds.all_is_read()
+        decoding = (s.id for s in sessions if s.phase is Phase.DECODE and not s.wants_room)
         expected = [session for session in decoding if not self.turns.missing(session, now)]
-        slot = self._rounds.step_ends_one(sessions, expected, now)
+        slot = self._rounds.step_ends_one(stepped, expected, now)
         self.turns.step_ended(slot=slot)
         return slot
 

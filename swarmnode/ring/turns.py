@@ -8,8 +8,9 @@ Besides:
 
 - In a slot further pieces may follow until the next step is there or late: a long way round carries more than one, and
   the last of them holds a step up by what is left of it.
-- Where a round takes longer than `SLOT_AFTER_PIECES` of them, there is a slot behind the step that ends after that
-  time: on a long road each holds up others, among very many chats all wait longer, and a prompt is not starved.
+- Where a round takes longer than `SLOT_AFTER_PIECES` of them on the slowest stage, there is a slot behind the step that
+  ends after that time: on a long road each holds up others, among very many chats all wait longer, and a prompt is not
+  starved.
 - What is missing for longer than pieces explain waits for memory or for a link. No round waits for it, and no piece.
 
 So a round takes its steps and one piece where every stage is full, which is what chats were promised, and a step that
@@ -35,7 +36,8 @@ LATEST_ROUNDS = 3
 """A piece holds a step up by this or by so many rounds at most (`cost_schedule` sizes pieces so). What is later yet
 does not wait for a piece but for memory or for a link, and no piece waits for it."""
 SLOT_AFTER_PIECES = 4.0
-"""From one slot to the next it takes so many pieces' time at most, and a step: a prompt has that share of a stage."""
+"""From one slot to the next it takes at most a step and so many pieces' time where they take longest: a prompt has that
+share of the slowest stage."""
 PIECES_SEEN = 8
 """The longest of so many counts: a prompt's last piece may be short."""
 
@@ -111,8 +113,14 @@ class Rounds:
         """When the last one began."""
         self._pieces_ms: deque[float] = deque(maxlen=PIECES_SEEN)
 
-    def piece_ended(self, compute_ms: float) -> None:
-        self._pieces_ms.append(compute_ms)
+    def piece_done(self, slowest_ms: float) -> None:
+        """How long a piece took on the stage where it takes longest: there the chats wait for it."""
+        self._pieces_ms.append(slowest_ms)
+
+    def all_is_read(self) -> None:
+        """What comes next to be read may come in longer pieces; steps that are under way then are not to find two
+        slots in one round."""
+        self._pieces_ms.clear()
 
     def step_ends_one(self, sessions: Iterable[SessionId], expected: Iterable[SessionId], now: float) -> bool:
         """A step of these sessions ended. Whether a slot follows: all who are `expected` to step have done so."""

@@ -92,14 +92,17 @@ def test_a_round_ends_with_the_last_who_is_expected() -> None:
 def test_a_long_round_has_a_slot_every_few_pieces() -> None:
     rounds = Rounds()
     for ms in (100.0, 100.0, 8.0):
-        rounds.piece_ended(ms)
+        rounds.piece_done(ms)
     apart_s = SLOT_AFTER_PIECES * 0.1
     assert rounds.step_ends_one([A], [A], 1.0)
     assert not rounds.step_ends_one([B], [A, B, C], 1.0 + apart_s - 0.001)
     assert rounds.step_ends_one([C], [A, B, C], 1.0 + apart_s + 1e-6), "the last piece was short, the others were not"
     for _ in range(PIECES_SEEN):
-        rounds.piece_ended(8.0)
-    assert rounds.step_ends_one([A], [A, B, C], 1.0 + apart_s + SLOT_AFTER_PIECES * 0.008 + 2e-6)
+        rounds.piece_done(8.0)
+    later_s = 1.0 + apart_s + SLOT_AFTER_PIECES * 0.008 + 2e-6
+    assert rounds.step_ends_one([A], [A, B, C], later_s)
+    rounds.all_is_read()
+    assert not rounds.step_ends_one([B], [A, B, C], later_s + apart_s), "whatever comes next may come in longer pieces"
 
 
 WHAT_HAPPENS = ("step", "slot", "piece", "idle", "left", "over")
