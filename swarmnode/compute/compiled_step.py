@@ -1,9 +1,9 @@
 """A decode step of few rows through compiled blocks: one call for each block, from its input to its result.
 
-What torch does between two products takes longer than a small model's products do, each operation some microseconds of
-which most go into finding out what to do. `block_code.py` computes the same in one function. It serves Llama-shaped
-blocks whose matrices the compiled kernels multiply; torch's way stays for all others, for prompt pieces and for many
-rows. `lean_loading.py` proves it block by block.
+What torch does between two products takes longer than a small model's products do, each operation some microseconds.
+`block_code.py` computes the same in one function. It serves Llama-shaped blocks whose matrices the compiled kernels
+multiply; torch's way stays for all others, for prompt pieces and for many rows. `lean_loading.py` proves it block by
+block.
 """
 
 from __future__ import annotations

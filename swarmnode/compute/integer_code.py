@@ -55,10 +55,13 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.llvm_code import Library, Value
 
-_ROWS_AT_ONCE = 4
-"""Of x; more of them pass over a tile's weights again, which then lie in the core's own cache."""
-_AT_ONCE = {1: 4, 2: 4, 3: 2, 4: 2}
-"""Output rows that are multiplied at once, by rows of x: as many sums as an AVX2 core has registers for."""
+_AT_ONCE = {
+    "int8": {1: 4, 2: 4, 3: 2, 4: 2},
+    "int4": {1: 4, 2: 4, 3: 2, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1},
+}
+"""Output rows that are multiplied at once, by rows of x: what was fastest. More rows of x than are named pass over a
+tile's weights again, which then lie in the core's own cache. In eight bits two output rows share what is read of x; in
+four, two more registers hold scales, and codes are dear to take apart, so one output row meets all rows of x."""
 _POINTERS = 8
 """Of what an entry hands to its part: out, weights, beside, bias, residual, codes, sums, scales."""
 _LIMIT = 32767.0
@@ -199,10 +202,10 @@ class _Part:
     groups: Value
 
     def write_tile(self, tile: Value, _: Sequence[Value]) -> None:
-        few = -(-self.rows // -(-self.rows // _ROWS_AT_ONCE))
+        few = -(-self.rows // -(-self.rows // max(_AT_ONCE[self.kind])))
         for begin in range(0, self.rows, few):
             rows = range(begin, min(begin + few, self.rows))
-            at_once = _AT_ONCE[len(rows)]
+            at_once = _AT_ONCE[self.kind][len(rows)]
             for first in range(0, TILE, at_once):
                 lanes = range(first, first + at_once)
                 found = self._products(tile, lanes, rows)

@@ -26,12 +26,13 @@ from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, s
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
 from swarmnode.compute.projections import DenseProjection
 from swarmnode.compute.tiled_projections import packed
-from swarmnode.errors import KernelsFailed
+from swarmnode.errors import KernelsFailed, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from swarmnode.compute.attention import AttentionSettings
+    from swarmnode.compute.compiled_step import BlockParts
     from swarmnode.compute.gguf_blocks import Q4Blocks
     from swarmnode.compute.lean_block import FusedWeights
     from swarmnode.compute.lora import StageAdapter
@@ -235,25 +236,29 @@ def _use_compiled(model: StageModel, decoder: LeanDecoder) -> None:
     if model.dtype != torch.bfloat16:
         return
     parts = [block.parts() for block in decoder.blocks]
-    step = compiled_step(parts)
-    if step is None:
-        return
+    try:
+        step = compiled_step(parts)
+        if step is not None:
+            _prove_compiled(model, decoder, parts)
+            decoder.use_compiled(step, below=step.many_rows)
+    except (NotLean, StageFailed, ValueError) as error:
+        _log.warning("%s: torch's operations serve each step: %s", model.name, error)
+
+
+def _prove_compiled(model: StageModel, decoder: LeanDecoder, parts: Sequence[BlockParts | None]) -> None:
+    """Raises NotLean for a block whose compiled step gives something else, StageFailed or ValueError for one whose
+    step takes something else."""
     rows, positions = _probe_rows(model, _PIECE + 1), torch.arange(_PIECE + 1)[None]
     before, now = (decoder.rotations(part) for part in (positions[:, :_PIECE], positions[:, _PIECE:]))
-    try:
-        for layer, block in enumerate(decoder.blocks):
-            theirs, ours = SessionCache(1), SessionCache(1)
-            for cache in (theirs, ours):
-                block(rows[:, :_PIECE], before[layer], StepCache([cache], 0), 0)
-            alone, last = compiled_step(parts[layer : layer + 1]), rows[:, _PIECE:]
-            assert alone is not None
-            expected = block(last, now[layer], StepCache([theirs], 0), 0)
-            found = alone.run(last, now[layer : layer + 1], [ours])
-            _compare(found, expected, last, TOLERANCE[model.dtype], f"compiled block {model.first_layer + layer}")
-    except NotLean as error:
-        _log.warning("%s: torch's operations serve each step: %s", model.name, error)
-        return
-    decoder.use_compiled(step, below=step.many_rows)
+    for layer, block in enumerate(decoder.blocks):
+        theirs, ours = SessionCache(1), SessionCache(1)
+        for cache in (theirs, ours):
+            block(rows[:, :_PIECE], before[layer], StepCache([cache], 0), 0)
+        alone, last = compiled_step(parts[layer : layer + 1]), rows[:, _PIECE:]
+        assert alone is not None
+        expected = block(last, now[layer], StepCache([theirs], 0), 0)
+        found = alone.run(last, now[layer : layer + 1], [ours])
+        _compare(found, expected, last, TOLERANCE[model.dtype], f"compiled block {model.first_layer + layer}")
 
 
 def _check_entry(model: StageModel) -> None:

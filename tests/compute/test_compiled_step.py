@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from swarmnode.compute import tiled_projections
 from swarmnode.compute.compiled_step import BlockParts, CompiledStep, Gain, compiled_step
+from swarmnode.compute.integer_kernels import TILE
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.lean_block import LeanBlock
 from swarmnode.compute.loader import load_stage
@@ -185,7 +186,8 @@ def test_every_row_count_gives_what_float64_does(count: int) -> None:
 
 @pytest.mark.parametrize("method", ["int8", "int4-fast"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 128), (2, 2, 16), (4, 2, 80), (6, 2, 32), (2, 1, 256)]
+    ("heads", "kv_heads", "head_dim"),
+    [(9, 3, 64), (4, 2, 128), (2, 2, 16), (4, 2, 80), (6, 2, 32), (2, 1, 256), (1, 1, 4096)],
 )
 def test_every_grouping_and_head_size_does(heads: int, kv_heads: int, head_dim: int, method: str) -> None:
     assert_exact(some_parts(heads, kv_heads, head_dim, method), 8)
@@ -228,6 +230,13 @@ def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(run(parts, rows, tables, copies()), alone)
+
+
+def test_threads_without_a_share_do_nothing() -> None:
+    """More threads than row and head give shares to, and than the matrices have tiles."""
+    parts = some_parts(2, 1, 64)
+    torch.set_num_threads(1 + parts.o.outputs // TILE)
+    assert_exact(parts, 1)
 
 
 def test_broken_numbers_stay_in_their_row_and_are_seen() -> None:
@@ -382,6 +391,21 @@ def test_a_compiled_block_that_computes_something_else_is_not_used(
     assert not compiled(chain)
     assert "torch's operations serve each step: compiled block 0 differs by" in caplog.text
     assert chain.engines[0].model.lean is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("integer_kernels", "a bias of "), ("compiled_step", "a step of 1 sessions got rows")]
+)
+def test_a_stage_whose_bias_or_rotations_the_code_would_misread_is_served_by_torch(
+    module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = make_tiny(tmp_path / "m", "qwen2", num_layers=3)
+    monkeypatch.setattr(f"swarmnode.compute.{module}.plain_bfloat16", lambda _: False)
+    with caplog.at_level(logging.WARNING, "swarmnode.compute.lean"):
+        chain = load(checkpoint, tmp_path / "s", quantization="int8")
+    assert f"torch's operations serve each step: {said}" in caplog.text
+    assert not compiled(chain)
+    assert forced_logits(chain).isfinite().all()
 
 
 def test_many_sessions_are_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
