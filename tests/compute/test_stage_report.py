@@ -20,6 +20,7 @@ from swarmnode.compute.worker import read_measured
 from swarmnode.errors import LoadRefused, ProtocolError
 from swarmnode.ring.cost_model import StageCosts
 from swarmnode.ring.head_messages import RingMeasured
+from swarmnode.wire.limits import MAX_PIECE_POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +136,26 @@ def test_a_stage_with_less_room_than_planned_says_so_or_refuses(
     assert f"KV for {said.kv_tokens:,} tokens fits, 1,000,000,000 were planned" in capfd.readouterr().err
     with pytest.raises(LoadRefused, match="one conversation takes 4,096"):
         report(engines[0], spec_of(0, tmp_path, memory_bytes=resident_bytes() // 2))
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunk", "positions"),
+    [(2, 64, 64), (2, 0, MAX_PIECE_POSITIONS), (2, 2048, MAX_PIECE_POSITIONS), (1, 2048, 2048), (1, 0, 8192)],
+)
+def test_k3_room_is_kept_for_pieces_of_the_size_that_arrives(
+    engines: list[TorchEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+    chunk: int,
+    positions: int,
+) -> None:
+    """A whole prompt in one piece where that is asked for, and no frame carries it."""
+    kv_cost, seen = stage_report.kv_cost, list[int]()
+    monkeypatch.setattr(stage_report, "kv_cost", lambda *args: seen.append(args[2]) or kv_cost(*args))
+    monkeypatch.setattr(stage_report, "allowance_s", lambda load_s: 0.0)
+    report(engines[0], spec_of(0, tmp_path, num_stages=stages, prefill_chunk=chunk, memory_bytes=1 << 36))
+    assert seen == [positions]
 
 
 def test_a_quantized_stage_reports_whose_kernels_serve_it(tmp_path: Path) -> None:

@@ -9,9 +9,16 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from swarmnode.compute import worker
 from swarmnode.compute.scripted_servable import write_scripted_servable
-from swarmnode.compute.worker import EXIT_FAILED
+from swarmnode.compute.worker import EXIT_FAILED, make_machine
 from swarmnode.compute.worker_spec import WorkerSpec
+from swarmnode.ring.head import Head
+from swarmnode.ring.head_config import HeadConfig
+from swarmnode.ring.parking import MAX_PARKED
+from swarmnode.ring.stage import Stage
 from swarmnode.wire.blocking import FrameReader, FrameWriter
 from swarmnode.wire.bodies import pack_body
 from swarmnode.wire.frames import Frame
@@ -87,6 +94,33 @@ def chat(text: str) -> Frame:
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     body = {"messages": [{"role": "user", "content": text}], "sampling": sampling, "max_tokens": None, "stop": []}
     return Frame("open", {"request": "q", "ring": "r"}, pack_body(body))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_head_schedules_and_admits_as_the_ring_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recurrent: bool
+) -> None:
+    monkeypatch.setattr(worker, "read_config", lambda _: {})
+    monkeypatch.setattr(worker, "recurrent_layers", lambda _: {0} if recurrent else set())
+    settings = {"kv_tokens": 9000, "max_in_flight": 5, "max_waiting": 7, "typical_tokens": 99}
+    settings |= {"max_group": 3, "schedule": "source", "prefill_chunk": 64, "eos_token_ids": (5, 6)}
+    head = make_machine(head_spec(tmp_path, scripted=False, **settings))
+    assert isinstance(head, Head)
+    assert head.config == HeadConfig(
+        num_stages=2,
+        context_tokens=8192,
+        kv_tokens=9000,
+        max_in_flight=5,
+        max_waiting=7,
+        eos_token_ids=frozenset({5, 6}),
+        prefill_chunk=64,
+        max_group=3,
+        typical_tokens=99,
+        schedule="source",
+        exact_prefix=recurrent,
+        max_parked=5 if recurrent else MAX_PARKED,
+    )
+    assert isinstance(make_machine(head_spec(tmp_path, stage=1)), Stage)
 
 
 def test_a_prompt_that_is_to_go_whole_goes_in_pieces_that_a_frame_can_hold(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from ring_world import EOS, Link, Request, RingWorld, head_config, tokens_alone
 
 from swarmnode.compute.script import Reply, Script
 from swarmnode.ids import RequestId
+from swarmnode.ring import cost_schedule
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_messages import Accepted, Finished, Open, Sampled, Started
 from swarmnode.ring.messages import Envelope, Group, Piece, PieceDone, Row, Tokens
@@ -142,6 +143,21 @@ def test_p2_overlapping_stages_prefill_in_less_than_their_sum() -> None:
     outcome = world.open(request("a", 40, max_new_tokens=1))
     world.run_until_quiet()
     assert outcome.seconds_of(Sampled) == pytest.approx(0.052)
+
+
+@pytest.mark.parametrize(("room_bytes", "most"), [(1, 2), (4 * 4 * 8 * 4, 4), (8 << 20, 6)])
+def test_p2_pieces_under_way_are_bounded_by_their_bytes(
+    room_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six pieces keep five alike stages busy; hidden states of so many bytes allow fewer, but never one alone."""
+    monkeypatch.setattr(cost_schedule, "PIECE_BYTES_IN_FLIGHT", room_bytes)
+    world = RingWorld(head_config(5, schedule="cost"), COUNTING, links=[Link(0)] * 5)
+    under_way: list[int] = []
+    world.watch = lambda w: under_way.append(sum(len(s.pieces) for s in w.head._sessions.values()))
+    world.open(request("long", 200, max_new_tokens=1))
+    world.run_until_quiet()
+    later = under_way[len(under_way) // 2 :]
+    assert max(later) == most, "once pieces came back, and their cost is known"
 
 
 def test_sessions_take_turns_in_prefill() -> None:

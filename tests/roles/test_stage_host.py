@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,7 +32,7 @@ from swarmnode.wire.link import Identity
 from swarmnode.wire.memory import MemoryNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from swarmnode.wire.link import Channel, Hello
@@ -47,13 +48,20 @@ HANGS_MS = 10_000_000
 class HostedStage:
     """The only stage of a scripted model, and what it reports."""
 
-    def __init__(self, folder: Path, script: dict[str, Any], *, fetched: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: dict[str, Any],
+        *,
+        fetched: bool = True,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         model = write_scripted_servable(folder / "servable", "scripted", script, layers=4, stages=1)
         manifest = Registry(model.parent).get("scripted")
         store = ShardStore(folder / "store")
         for entry in manifest.files if fetched else ():
             shutil.copyfile(model / entry.path, folder / "store" / "blobs" / entry.sha256)
-        settings = read_settings(folder, environ={})
+        settings = read_settings(folder, environ=environ)
         identity = Identity(NodeId("n"), BootId("b"), "attic", listen=("127.0.0.1:1",))
         self.registry, self.network = Registry(model.parent), MemoryNetwork()
         context = node_context(identity, self.network, settings, [HOUSE])
@@ -99,6 +107,28 @@ class StuckCoordinator:
 
         channel.send = stuck  # type: ignore[method-assign]
         await serve_files(self._stage.registry, channel)
+
+
+async def test_a_worker_is_told_what_was_planned_whatever_its_own_machine_is_set_to(tmp_path: Path) -> None:
+    """R6, B4, P1: the settings of a ring are its coordinator's."""
+    names = ("PREFILL_CHUNK", "MAX_BATCH", "MAX_IN_FLIGHT", "TYPICAL_TOKENS", "CONTEXT_TOKENS")
+    planned: dict[str, Any] = {
+        "prefill_chunk": 64,
+        "max_group": 3,
+        "schedule": "source",
+        "max_in_flight": 5,
+        "max_waiting": 7,
+        "typical_tokens": 99,
+        "kv_tokens": 5000,
+        "context_tokens": 4000,
+        "min_context_tokens": 2000,
+        "step_costs": True,
+    }
+    host = HostedStage(tmp_path, {}, environ={f"SWARM_SERVE_{name}": "1" for name in names}).host
+    host.spec = replace(host.spec, **planned)
+    told = host._worker_spec(tmp_path).as_map()
+    assert {name: told[name] for name in planned} == planned
+    assert told["memory_bytes"] == 1 << 30, "what its peer offers"
 
 
 @pytest.mark.parametrize("end", [StageHost.unload, StageHost.coordinator_lost], ids=["unload", "coordinator lost"])

@@ -44,6 +44,8 @@ def test_two_pcs_eight_users_without_host_time() -> None:
     assert report["bound_tokens_per_s"] == pytest.approx(15.1, abs=0.05)
     assert report["tokens_per_s"] == pytest.approx(15.119, abs=0.01)
     assert report["itl_p99_ms"] == pytest.approx(529.1, abs=0.1)
+    # two groups of four: stage 0 is never idle, stage 1 has 2 x 211 ms of work in each of its rounds of 529
+    assert report["utilisation"] == [1.0, pytest.approx(2 * 211 / 529.1, abs=0.005)]
 
 
 def test_the_report_names_percentiles_of_the_first_token() -> None:
