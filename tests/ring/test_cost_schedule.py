@@ -6,7 +6,7 @@ import pytest
 from ring_world import head_config
 
 from swarmnode.ring.cost_model import CostModel, StageCosts
-from swarmnode.ring.cost_schedule import PIECE_BYTES_IN_FLIGHT, CostSchedule, make_schedule
+from swarmnode.ring.cost_schedule import PIECE_BYTES_IN_FLIGHT, PLAN_STEPS, CostSchedule, make_schedule
 from swarmnode.ring.head import Head
 from swarmnode.ring.head_messages import RingMeasured
 from swarmnode.ring.schedule import Pass, Schedule, SourceSchedule
@@ -45,6 +45,22 @@ def test_without_costs_the_sources_rules_hold() -> None:
 )
 def test_a_group_is_what_the_plan_lacks(ready: int, in_flight: tuple[int, ...], rows: int) -> None:
     assert schedule().group_rows(Pass(ready, in_flight)) == rows
+
+
+@pytest.mark.parametrize(("eight_ms", "rows"), [(103.0, 4), (95.0, 8)])
+def test_a_plan_stays_until_another_is_clearly_better(eight_ms: float, rows: int) -> None:
+    """Two groups of four take 2 x 104 ms and the road of 20, one group of eight 226 or 210: a change costs about a
+    round, so that 1 % is not worth it."""
+    costs, known = CostModel(2), {n: 100.0 + n for n in range(1, 9)}
+    for stage in range(2):
+        costs.start(stage, StageCosts(known))
+    costs.observe_road(20.0)
+    ours = CostSchedule(head_config(2), costs)
+    assert ours.group_rows(Pass(8)) == 4
+    for _ in range(PLAN_STEPS):
+        for n, ms in ((2, known[2]), (4, known[4]), (8, eight_ms)):
+            costs.observe_group(n, (ms, ms), 2 * ms + 20.0)
+    assert ours.group_rows(Pass(8)) == rows
 
 
 def test_a_cap_is_kept() -> None:

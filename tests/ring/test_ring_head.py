@@ -9,7 +9,7 @@ from sims.source_transport import OneGroup
 from swarmnode.ids import RequestId, SessionId
 from swarmnode.ring.cost_model import CostModel
 from swarmnode.ring.head import Head
-from swarmnode.ring.head_messages import Open, Refused
+from swarmnode.ring.head_messages import Finished, Open, Refused
 from swarmnode.ring.kv_budget import KvBudget
 from swarmnode.ring.messages import Broken, Envelope, PieceDone, Row, Tokens
 from swarmnode.ring.progress import SLACK
@@ -52,6 +52,23 @@ def test_a_pieces_answer_counts_once() -> None:
         head.receive(Envelope("tok", PieceDone(SessionId(1), 0, 0, 4)), 1.0)
     assert head.next_work(1.0) is not None
     assert head.next_work(1.0) is None
+
+
+def test_r8_what_a_step_waited_for_at_later_stages_is_queue_and_not_link() -> None:
+    """200 ms from its beginning to its token, of which 150 were compute and 30 a queue."""
+    head = opened(2, 1, new=2)
+    piece = head.next_work(0.0)
+    assert piece is not None
+    head.complete(piece, rows_of(1), 0.0)
+    head.receive(Envelope("tok", PieceDone(SessionId(1), 0, 0, 1, 9)), 0.5)
+    step = head.next_work(0.5)
+    assert step is not None
+    head.complete(step, rows_of(1), 0.6)
+    row = Row(SessionId(1), 0, 1)
+    head.receive(Envelope("tok", Tokens((row,), (9,), (100.0, 50.0), queue_ms=30.0)), 0.7)
+    (finished,) = [event for event in head.events() if isinstance(event, Finished)]
+    told = {name: finished.timing[f"{name}_ms"] for name in ("stage0", "stage1", "link", "queue")}
+    assert told == pytest.approx({"stage0": 100, "stage1": 50, "link": 20, "queue": 30})
 
 
 @pytest.mark.parametrize(("came_back", "steps_learned"), [((1, 2), 1), ((2,), 0)])

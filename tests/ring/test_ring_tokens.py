@@ -274,6 +274,7 @@ def test_r8_waiting_behind_others_is_queue_and_all_parts_add_up() -> None:
         tokens_at = [at for at, event in outcome.events if isinstance(event, Sampled)]
         per_token_ms = (tokens_at[-1] - tokens_at[0]) / (len(tokens_at) - 1) * 1e3
         parts_ms = timing["stage0_ms"] + timing["stage1_ms"] + timing["link_ms"] + timing["queue_ms"]
+        assert timing["link_ms"] == pytest.approx(20, abs=0.01), "what waits at a stage is not on the links"
         # counted from arrival to arrival; the head takes a token in when the forward it arrived during is done
         assert parts_ms == pytest.approx(per_token_ms, abs=5.0 / (len(tokens_at) - 1))
     assert max(outcome.end.timing["queue_ms"] for outcome in outcomes) > 0
