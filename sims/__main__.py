@@ -64,7 +64,7 @@ def _two_pcs_flags(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "--split-rows", action=argparse.BooleanOptionalAction, default=True, help="4-bit rows at stage 1"
     )
-    added.add_argument("--max-batch", type=int, default=0, help="most sessions of a group; 0: no cap")
+    added.add_argument("--max-batch", type=_whole, default=0, help="most sessions of a group; 0: no cap")
     added.add_argument("--groups", choices=["one", "per-stage"], default="per-stage", help="one: all sessions together")
     added.add_argument(
         "--coalesce-ms",
@@ -90,16 +90,23 @@ def _run_two_pcs(chosen: argparse.Namespace) -> dict[str, Any]:
     return two_pcs.run(two_pcs.TwoPcs(**{name: getattr(chosen, name) for name in names}))
 
 
+def _whole(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from {least} on")
+    return int(text)
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    return _whole(text, 1)
 
 
 def _span(text: str) -> range:
+    """Of stages: with one there is no ring."""
     first, _, last = text.partition("..")
-    return range(int(first), int(last or first) + 1)
+    span = range(_whole(first, 2), _whole(last or first, 2) + 1)
+    if not span:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} ends before it begins")
+    return span
 
 
 if __name__ == "__main__":

@@ -262,6 +262,22 @@ def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) 
     assert report["flags"]["split_rows"] is False
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("two-pcs --users 0", "'0' is no whole number from 1 on"),
+        ("two-pcs --max-batch -2", "'-2' is no whole number from 0 on"),
+        ("prompt --tokens many", "'many' is no whole number from 1 on"),
+        ("stages --n 1..3", "'1' is no whole number from 2 on"),
+        ("stages --n 5..2", "'5..2' ends before it begins"),
+    ],
+)
+def test_the_command_says_what_is_allowed(asked: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(asked.split())
+    assert why in capsys.readouterr().err
+
+
 def test_the_command_prints_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     main(["stages", "--n", "2", "--rtt-ms", "5"])
     printed = capsys.readouterr().out
