@@ -54,6 +54,11 @@ class ChunkPool:
         return not self._left
 
     @property
+    def left_files(self) -> list[int]:
+        """Files of which something has not arrived."""
+        return sorted({file for file, _ in self._left})
+
+    @property
     def promising(self) -> bool:
         """Of what has not arrived a peer has something, or it is under way."""
         return any(p not in self._free or any(self._holds(source, p) for source in self._has) for p in self._left)

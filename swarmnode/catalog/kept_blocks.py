@@ -25,6 +25,11 @@ weights. Its blocks would have to be rounded to such rows, which is what `int8` 
 """
 
 
+def keeps_blocks(path: str) -> bool:
+    """Whether a servable's file of this path holds blocks, or is the list of such a file's chunks."""
+    return path.rpartition("/")[2].startswith(BLOCKS_FILE)
+
+
 def blocks_name(weight: str, kind: str) -> str:
     """What the blocks of a weight are called."""
     return f"{weight}.{kind}"

@@ -150,10 +150,11 @@ class Registry:
     def _folder(self, manifest: Manifest) -> Path:
         found = self._look().get(manifest.id)
         if found is None or found.manifest != manifest:
-            other = f" (what lies here under that name: {found.problem})" if found is not None and found.problem else ""
+            why, again = "are not on this machine", ""
+            if found is not None and found.problem:
+                why, again = f"are not whole on this machine (what lies there: {found.problem})", " again"
             raise InvalidModel(
-                f"the files of {manifest.id} are not on this machine{other}, and no peer that is connected has them; "
-                "start one that does, or import the model here"
+                f"the files of {manifest.id} {why}; start a machine that has them, or import the model here{again}"
             )
         return self.root / manifest.id
 
@@ -263,7 +264,9 @@ def _checked_path(folder: Path, entry: FileEntry) -> Path:
         try:
             found = path.lstat()
         except OSError as error:
-            raise InvalidModel(f"{entry.path}: is listed in the manifest but not there") from error
+            raise InvalidModel(
+                f"{entry.path}: is listed in the manifest but not there; import the model again"
+            ) from error
         if stat.S_ISLNK(found.st_mode):
             raise InvalidModel(f"{entry.path}: {part} is a link; a servable holds plain files only")
     if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:

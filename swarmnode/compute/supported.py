@@ -64,6 +64,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
 _LLAMA_PARTS = (
     *(f"self_attn.{part}_proj" for part in "qkvo"),
     *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
 )
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REFUSED_FLAGS: Mapping[str, str] = {
@@ -95,6 +96,8 @@ def quantization_obstacles(config: Mapping[str, Any], tensors: Collection[str]) 
     other = f"it has experts ({experts})" if experts is not None else ""
     other = other or ("it has layers of linear attention" if recurrent_layers(config) else "")
     other = other or (f"it has no {missing[0]}" if missing else "")
+    scaled = config.get("residual_multiplier") not in (None, 1.0)
+    other = other or ("it scales what its blocks add (residual_multiplier)" if scaled else "")
     found = {method: f"the packed kernels need Llama-shaped blocks, and {other}" for method in PACKED_METHODS if other}
     if experts is not None:
         linear = f"bitsandbytes quantizes linear layers alone, and its experts ({experts}) are none"

@@ -11,7 +11,7 @@ import trio
 from swarmnode.catalog.chunks import chunk_lists
 from swarmnode.errors import FetchFailed, InvalidModel, NoSpace, SwarmError
 from swarmnode.roles.file_client import FetchProgress, fetch_file, fetch_whole
-from swarmnode.roles.other_sources import at_peer, followers, leave, peers_with
+from swarmnode.roles.other_sources import at_peer, followers, leave, nobody_has, peers_with
 from swarmnode.roles.slice_client import Shard, fetch_slices
 
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ async def _fetch_shared(
             leave(spec, source, error)
         if not store.missing(files):
             return
-    raise InvalidModel(
-        f"{store.missing(files)[0].path}: neither the coordinator nor a peer or voter that is connected has this file "
-        f"of {spec.model}; start a machine that has, or import the model on the coordinator's (which answers: {why})"
-    )
+    raise nobody_has(spec, store.missing(files), why)
 
 
 def _others(

@@ -9,7 +9,8 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from swarmnode.errors import FetchFailed
+from swarmnode.catalog.kept_blocks import keeps_blocks
+from swarmnode.errors import FetchFailed, InvalidModel
 from swarmnode.wire.address import parse_address
 from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.routes import DIRECT
@@ -17,6 +18,7 @@ from swarmnode.wire.routes import DIRECT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from swarmnode.catalog.manifest import FileEntry
     from swarmnode.ids import NodeId
     from swarmnode.roles.context import NodeContext
     from swarmnode.roles.load_spec import LoadSpec
@@ -48,3 +50,15 @@ def leave(spec: LoadSpec, source: str, error: Exception) -> None:
     """Name in the log whom nothing more is asked of: people hear of one that gave something else than it said."""
     level = logging.WARNING if isinstance(error, FetchFailed) else logging.INFO
     _log.log(level, "%s: nothing more is fetched from %s: %s", spec.model, source, str(error) or "it is too slow")
+
+
+def nobody_has(spec: LoadSpec, files: Sequence[FileEntry], why: str) -> InvalidModel:
+    """The load's error where something of `files` is nowhere; `why`: what the coordinator answered."""
+    named = files[0].path + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    do = "start a machine that has, or import the model on the coordinator's"
+    if all(keeps_blocks(file.path) for file in files):
+        do = f"these blocks of its GGUF file are read by int4-fast alone: load it with another --quantization, {do}"
+    return InvalidModel(
+        f"{named}: neither the coordinator nor a peer or voter that is connected has what this load reads of it, for "
+        f"{spec.model}; {do} (which answers: {why})"
+    )

@@ -4,7 +4,7 @@ The coordinator gives what no peer has, and takes over what a peer is too slow f
 is not asked again, and what was asked of it is asked of others; only the coordinator's failure is the load's, unless it
 answers InvalidModel: it has not got the files, or what it has is damaged; or a chunk of it has another digest than the
 list says. Then the peers have to have what is missing, or the other nodes that may coordinate, and where they have not,
-the coordinator's answer or the chunk's name is the load's error.
+the file's name with the coordinator's answer, or the chunk's name, is the load's error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swarmnode.catalog.kept_blocks import reads_blocks
 from swarmnode.catalog.slices import slice_tensors
 from swarmnode.errors import Conflict, FetchFailed, InvalidModel, NoSpace, ProtocolError, SwarmError
 from swarmnode.roles.file_client import COORDINATOR, PEER_SILENCE_S, SHARED_WAIT_S, next_frame
-from swarmnode.roles.other_sources import at_peer, followers, leave, peers_with
+from swarmnode.roles.other_sources import at_peer, followers, leave, nobody_has, peers_with
 from swarmnode.wire.frames import Frame
 from swarmnode.wire.link import LinkOptions
 from swarmnode.wire.nursery import open_flat_nursery
@@ -71,7 +71,7 @@ async def fetch_slices(
 ) -> None:
     """Bring the part of `shards` that the stage of `spec` reads; `shards` in the order in which all loads lock them.
 
-    Raises FetchFailed, NoSpace or LinkBroken.
+    Raises FetchFailed, NoSpace or LinkBroken, and InvalidModel where nobody has something of it.
     """
     async with _opened(store, shards, progress) as files:
         fetch = _SliceFetch(context, spec, shards, files, progress)
@@ -178,8 +178,12 @@ class _SliceFetch:
                 why = error
             await self._from_others()
             if not self._pool.over:
-                raise why or next(iter(self._altered.values()))
+                raise next(iter(self._altered.values())) if why is None else self._nobody_has(why)
             nursery.cancel_scope.cancel()
+
+    def _nobody_has(self, why: SwarmError) -> SwarmError:
+        left = [self._shards[file].entry for file in self._pool.left_files]
+        return nobody_has(self._spec, left, why.message)
 
     async def _bring_rest(self, channel: Channel, source: str, batch_s: float = math.inf) -> None:
         """Until all is here but what is wrong there: what no peer has, and after a while what peers were to give."""

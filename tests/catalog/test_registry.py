@@ -250,7 +250,7 @@ def test_another_import_that_lies_elsewhere_is_served_and_never_from_what_was_le
     again = import_model(str(tiny_llama), tmp_path / "elsewhere", model_id=servable.id, stages=2)
     registry = Registry(root, lambda: {again.id: again}, lambda: {servable.digest: 0.0})
     assert (registry.models(), registry.get(again.id)) == ((again,), again)
-    with pytest.raises(InvalidModel, match=r"not on this machine .*removed from the swarm"):
+    with pytest.raises(InvalidModel, match=r"not whole on this machine .*removed from the swarm"):
         registry.file_path(again.id, again.files[0])
 
 

@@ -17,7 +17,7 @@ from stage_chains import Chain, even_cuts, logits_of, prompt_of, stage_specs
 from tiny_models import make_tiny
 
 from swarmnode.cluster.quantization import INT4_CARD
-from swarmnode.compute import lean_block, loader
+from swarmnode.compute import device, lean_block, loader
 from swarmnode.compute.card_projection import CardInt4Projection, _quantized, on_card
 from swarmnode.compute.device import card_memory, int4_obstacle, stage_gauges
 from swarmnode.compute.kv_cache import SessionCache
@@ -242,6 +242,17 @@ def test_what_a_worker_would_find_is_told_in_one_line() -> None:
         [sys.executable, "-m", "swarmnode.compute.device", "cpu"], capture_output=True, check=True, timeout=60
     ).stdout
     assert json.loads(said) == {"device": "cpu", "int4_obstacle": ""}
+
+
+def test_of_a_card_its_memory_is_told_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(device, "pick_device", lambda name: CARD if name == "cuda" else None)
+    monkeypatch.setattr(device, "int4_obstacle", lambda card: "it is old")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (5 << 30, 8 << 30))
+    monkeypatch.setattr(device.signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(sys, "argv", ["device", "cuda"])
+    device.main()
+    memory = {"vram_bytes": 8 << 30, "vram_free_bytes": 5 << 30}
+    assert json.loads(capsys.readouterr().out) == {"device": "cuda", "int4_obstacle": "it is old", **memory}
 
 
 def test_a_cards_memory_is_told_and_what_a_stage_holds_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

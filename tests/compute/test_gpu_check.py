@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 import os
@@ -30,6 +31,36 @@ def gpu_check(*options: str, first: Path | None = None) -> tuple[int, str]:
 
 def rows_of(printed: str) -> dict[str, dict[str, Any]]:
     return {row["check"]: row for row in json.loads(printed.splitlines()[-1])["checks"]}
+
+
+def test_what_the_checks_import_is_there() -> None:
+    """They import as they run, so that a box without a package skips: without a card nobody would see a wrong name."""
+    folders = (ROOT, checks.FOLDER, checks.FOLDER.parent, checks.FOLDER.parent / "compute")
+    asked = [
+        (folder / f"{node.module.replace('.', '/')}.py", alias.name)
+        for path in checks.FOLDER.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        for folder in folders
+    ]
+    ours = [(path, name) for path, name in asked if path.is_file()]
+    assert len(ours) > 20
+    assert [(path.name, name) for path, name in ours if name not in names_in(path)] == []
+
+
+def names_in(module: Path) -> set[str]:
+    """What may be imported from it."""
+    found: set[str] = set()
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
 
 
 def test_every_check_has_its_row() -> None:

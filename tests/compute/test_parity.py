@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,9 @@ from references import Reference, generate
 from stage_chains import Chain, even_cuts, prompt_of, stage_specs
 from tiny_models import FAMILIES, make_tiny
 
+from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.compute.loader import load_stage
+from swarmnode.compute.supported import quantization_obstacles
 from swarmnode.errors import LoadRefused
 from swarmnode.ring.work import Sampling
 
@@ -201,9 +204,13 @@ def write_random(path: Path, model_type: str, settings: dict[str, Any]) -> Any:
 def test_families_whose_forward_does_more_than_llamas(model_type: str, tmp_path: Path, parity: Parity) -> None:
     model = write_random(tmp_path / "model", model_type, OTHERS[model_type])
     references = {session: generate(model, prompt, 12) for session, prompt in PROMPTS.items()}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    obstacles = quantization_obstacles(config, read_header(tmp_path / "model" / "model.safetensors"))
     for stages in (1, 3):
         specs = stage_specs(tmp_path / "model", tmp_path / f"over-{stages}", LAYERS, even_cuts(LAYERS, stages))
         chain = Chain([load_stage(spec) for spec in specs])
+        told = "int8" in obstacles
+        assert [engine.model.lean is None for engine in chain.engines] == stages * [told], "known before the load"
         for session, prompt in PROMPTS.items():
             parity.check(chain.reply(session, prompt, 12, 32), references[session])
 

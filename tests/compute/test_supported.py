@@ -53,6 +53,7 @@ def test_accepted(change: dict[str, Any]) -> None:
 TENSORS = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"] + [
     f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
 ]
+TENSORS += [f"model.layers.0.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16}
 
 
@@ -63,6 +64,7 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key
         ({"num_local_experts": 8}, "bnb-int8", "linear layers alone"),
         ({"n_routed_experts": 8}, "int8", "it has experts"),
         (HYBRID, "int4-fast", "layers of linear attention"),
+        ({"residual_multiplier": 0.5}, "int8", "it scales what its blocks add"),
     ],
 )
 def test_a_quantization_that_its_blocks_do_not_take(change: dict[str, Any], method: str, reason: str) -> None:
@@ -80,6 +82,14 @@ def test_fused_projections_are_seen_in_the_checkpoints_names() -> None:
     found = quantization_obstacles(LLAMA, fused)
     assert set(found) == {"int8", "int4-fast"}
     assert all("it has no self_attn.q_proj" in why for why in found.values())
+
+
+@pytest.mark.parametrize("norm", ["input_layernorm", "post_attention_layernorm"])
+def test_norms_elsewhere_are_seen_in_the_checkpoints_names(norm: str) -> None:
+    """OLMo 2 has none before its blocks' parts, Cohere 2 one for both."""
+    found = quantization_obstacles(LLAMA, [name for name in TENSORS if f".{norm}." not in name])
+    assert set(found) == {"int8", "int4-fast"}
+    assert all(f"it has no {norm}" in why for why in found.values())
 
 
 @pytest.mark.parametrize(

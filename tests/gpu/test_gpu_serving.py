@@ -22,7 +22,11 @@ def test_a_node_is_told_of_its_card_by_the_probe(device: str) -> None:
 
     program = [sys.executable, "-m", "swarmnode.compute.device", device]
     said = json.loads(subprocess.run(program, capture_output=True, check=True, timeout=120).stdout)
-    assert said == {"device": device, "int4_obstacle": "" if device == "cpu" else int4_obstacle(torch.device(device))}
+    expected = {"device": device, "int4_obstacle": "" if device == "cpu" else int4_obstacle(torch.device(device))}
+    if device != "cpu":
+        expected["vram_bytes"] = torch.cuda.mem_get_info()[1]
+        assert 0 < said.pop("vram_free_bytes") <= expected["vram_bytes"]
+    assert said == expected
 
 
 def test_k3_a_worker_on_a_card_says_what_fits_there_and_answers(device: str, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def chain(checkpoint: Path, target: Path, stages: int, device: str, **settings: 
 def test_float32_gives_the_tokens_of_one_process_on_the_cpu(model_type: str, device: str, tmp_path: Path) -> None:
     """But where the two best of those are a rounding apart."""
     import torch
-    from stage_chains import Parity, generate, prompt_of
+    from references import generate
+    from stage_chains import Parity, prompt_of
     from transformers import AutoModelForCausalLM
 
     checkpoint, parity = write(tmp_path / "model", model_type), Parity()

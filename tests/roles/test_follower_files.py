@@ -150,7 +150,7 @@ async def test_a_follower_gives_nothing_of_a_model_that_was_removed_from_the_swa
         house.document = SwarmDocument(removed={house.model.digest: time.time()})
         await house.start_follower(nursery, house.old, "old")
         house.document = coordinators
-        with pytest.raises(InvalidModel, match="nor a peer or voter that is connected has this file"):
+        with pytest.raises(InvalidModel, match="nor a peer or voter that is connected has"):
             await house.fetch()
         nursery.cancel_scope.cancel()
 
@@ -160,7 +160,7 @@ async def test_a_peer_does_not_pass_for_a_node_that_may_coordinate(house: House)
     async with trio.open_nursery() as nursery:
         await house.start_coordinator(nursery)
         await house.listen(nursery, house.loft, lambda channel: serve_files(registry, channel))
-        with pytest.raises(InvalidModel, match="nor a peer or voter that is connected has this file"):
+        with pytest.raises(InvalidModel, match="nor a peer or voter that is connected has"):
             await house.fetch()
         nursery.cancel_scope.cancel()
 

@@ -258,6 +258,7 @@ def test_q2_a_model_that_takes_no_quantization_is_refused_where_one_is_asked(set
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MODULES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+MODULES += ["input_layernorm", "post_attention_layernorm"]
 FUSED = ["self_attn.qkv_proj", *MODULES[3:]]
 
 

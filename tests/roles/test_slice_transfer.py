@@ -615,7 +615,11 @@ async def test_a_full_disk_is_no_peers_fault(swarm: Swarm, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("had", "missing"), [((0, 2), "not on this machine"), (None, "neither the coordinator nor a peer")]
+    ("had", "missing"),
+    [
+        ((0, 2), rf"^{SHARD}: neither .*not on this machine"),
+        (None, r"^tokenizer/\S+ and \d more: neither the coord"),
+    ],
 )
 async def test_what_nobody_has_is_said_in_time(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: tuple[int, int] | None, missing: str
@@ -628,4 +632,28 @@ async def test_what_nobody_has_is_said_in_time(
         lose_the_coordinators_disk(swarm, tmp_path)
         with trio.fail_after(10), pytest.raises(InvalidModel, match=missing):
             await swarm.fetch("loft", 1, 3, "attic")
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("lost", ["all of it", "the blocks alone"])
+async def test_where_only_blocks_of_a_gguf_file_are_missing_the_load_says_so_and_what_to_do(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_client, "PEER_SILENCE_S", 0.5)
+    swarm = Swarm(tmp_path, blocks=True)
+    async with trio.open_nursery() as nursery:
+        await swarm.open(nursery, "attic")
+        await swarm.fetch("attic", 0, 4)
+        manifest = swarm.registry.get("tiny")
+        lose_the_coordinators_disk(swarm, tmp_path)
+        if lost == "the blocks alone":
+            (tmp_path / "models" / "tiny" / BLOCKS).unlink()
+            swarm.registry = Registry(tmp_path / "models", lambda: {manifest.id: manifest})
+        swarm.quantization = "int4-fast"
+        told = rf"^{BLOCKS}: neither .*load it with another --quantization, start a machine that has"
+        told += rf".*not whole.*{BLOCKS}: is listed" if lost == "the blocks alone" else ".*not on this machine"
+        with trio.fail_after(10), pytest.raises(InvalidModel, match=told):
+            await swarm.fetch("loft", 1, 3, "attic")
+        swarm.quantization = "none"
+        swarm.check(await swarm.fetch("loft", 1, 3, "attic"), 1, 3)
         nursery.cancel_scope.cancel()

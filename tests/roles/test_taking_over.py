@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from swarmnode.roles.swarm_state import SwarmState
 
+pytestmark = pytest.mark.usefixtures("writes_in_place")
 MODEL = ModelId("m")
 ATTIC, CELLAR, DEN = (NodeId(letter * 32) for letter in "abc")
 NAMES = {ATTIC: "attic", CELLAR: "cellar", DEN: "den"}
