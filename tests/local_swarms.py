@@ -118,13 +118,14 @@ def open_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def start_again(local: LocalSwarm, name: str, *extra: str) -> dict[str, Any]:
-    """A peer whose process is over, anew at the swarm address that it had; `extra` arguments as it was first given.
+def start_again(local: LocalSwarm, name: str, *extra: str, listen: str | None = None) -> dict[str, Any]:
+    """A peer whose process is over, anew at the swarm address that it had, or `listen`; `extra` arguments as it was
+    first given.
 
     Returns what it says when it is ready.
     """
     old = local.peers[name]
-    address = next(event["swarm"] for event in old.seen if event["event"] == "ready")
+    address = listen or next(event["swarm"] for event in old.seen if event["event"] == "ready")
     old.stop()
     arguments = ["--role", "peer", "--name", name, "--data-dir", str(local.folder / name), "--swarm-listen", address]
     arguments += ["--device", "cpu", "--threads", "1", "--memory", "4G", *extra]

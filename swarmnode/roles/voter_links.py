@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.cluster.election import QUORUM_S
-from swarmnode.cluster.election_messages import Append
+from swarmnode.cluster.election_messages import Append, AskVote
 from swarmnode.cluster.reconnecting import wait_s
 from swarmnode.errors import LinkBroken, NodeRemoved, SwarmError
 from swarmnode.roles.vote_codec import from_frame, to_frame
@@ -38,7 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class VoterLinks:
-    """`run` it; `follow` says whom to keep a link to, `post` sends. Answers come back on the link of the question."""
+    """`run` it; `follow` says whom to keep a link to, `post` sends. Answers come back on the link of the question.
+
+    A node that dialled this one, and is not reached where it was (it moved), is asked on its own link.
+    """
 
     def __init__(
         self,
@@ -77,13 +80,21 @@ class VoterLinks:
 
     def post(self, node: NodeId, message: VoterMessage) -> None:
         """Send a question or a heartbeat; dropped where there is no link, or one that is not read."""
-        if node in self._dialed:
-            _put(self._dialed[node].queue, message)
+        if node in self.up or node not in self._answering:
+            self._put_dialed(node, message)
+        elif node in self._dialed:
+            _put(self._answering[node], message)
 
     def answer(self, node: NodeId, message: VoterMessage) -> None:
-        """Send back to who dialled; dropped where it hung up."""
+        """Send back to who dialled, or asked on the link that this node dialled; dropped where it hung up."""
         if node in self._answering:
             _put(self._answering[node], message)
+        else:
+            self._put_dialed(node, message)
+
+    def _put_dialed(self, node: NodeId, message: VoterMessage) -> None:
+        if node in self._dialed:
+            _put(self._dialed[node].queue, message)
 
     async def serve(self, node: NodeId, channel: Channel) -> None:
         """A `votes` channel that another node opened, to its end."""
@@ -120,7 +131,7 @@ class VoterLinks:
         waiting: trio.MemoryReceiveChannel[VoterMessage],
         unanswered: Unanswered | None = None,
     ) -> None:
-        """`unanswered`: what is sent are questions."""
+        """`unanswered`: what is sent are questions, but for answers to one that is not reached itself."""
         async with open_flat_nursery() as nursery:
             nursery.start_soon(_send_all, channel, waiting, unanswered)
             if unanswered is not None:
@@ -138,7 +149,9 @@ class Unanswered:
         self.ends_s = math.inf
 
     def asked(self, message: VoterMessage, now: float) -> None:
-        """Of several the first counts."""
+        """Of several the first counts, and no answer."""
+        if not isinstance(message, Append | AskVote):
+            return
         if self.ends_s == math.inf:
             self.ends_s = now + QUORUM_S
         if isinstance(message, Append) and message.part is not None:

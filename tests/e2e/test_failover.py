@@ -15,6 +15,7 @@ from local_swarms import alive, process_state, start_again, start_swarm, swarmno
 from voting_swarms import FAILOVER_S, FIRST, SECOND, SERVED_S, THIRD, VOTERS, WITH_API, Voters, answers
 
 from swarmnode.cli.client import ApiClient
+from swarmnode.cli.local_swarm import ANY_PORT
 from swarmnode.cluster.ring_life import ADOPT_S, UNLOAD_S
 from swarmnode.errors import SwarmError
 from swarmnode.wire.address import parse_address
@@ -274,6 +275,24 @@ def test_voters_that_come_back_at_other_ports_are_found_again(voters: Voters) ->
         wait_until(
             lambda: voters.successor() in {FIRST, *third}, "it counts: without it there is no majority", FAILOVER_S
         )
+
+
+@pytest.mark.soak
+def test_two_voters_that_move_at_once_and_the_one_that_stayed_go_on(voters: Voters) -> None:
+    """It reaches neither of them until they have called it."""
+    stayed = voters.node(FIRST)
+    with ExitStack() as taken:
+        for name in (SECOND, THIRD):
+            before = parse_address(str(voters.ready(name)["swarm"]))
+            voters.node(name).kill()
+            taken.enter_context(socket.create_server((before.host, before.port)))
+        wait_until(lambda: stayed.seen[-1]["event"] == "resigned", "without a majority it does not coordinate")
+        for name in (SECOND, THIRD):
+            start_again(voters.local, name, "--voter", *WITH_API, listen=ANY_PORT)
+        wait_until(lambda: "coordinating" in [event["event"] for event in stayed.seen], "it is elected", FAILOVER_S)
+        with closing(voters.admin(FIRST)) as admin:
+            wait_until(lambda: linked(admin), "every voter is linked", SERVED_S)
+            wait_until(lambda: len(admin.get("/api/v1/nodes")["peers"]) == 2, "both have joined", SERVED_S)
 
 
 def linked(admin: ApiClient) -> bool:

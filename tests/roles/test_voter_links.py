@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from swarmnode.cluster.entry_parts import PART_BYTES
 from swarmnode.errors import NodeRemoved
 from swarmnode.ids import BootId, NodeId
 from swarmnode.roles.vote_codec import to_frame
-from swarmnode.roles.voter_links import ENTRY_BYTES_PER_S, LOOK_S, RETRY_MOST_S, VoterLinks
+from swarmnode.roles.voter_links import ENTRY_BYTES_PER_S, LOOK_S, RETRY_MOST_S, Unanswered, VoterLinks
 from swarmnode.wire.address import Address
 from swarmnode.wire.dialing import Way
 from swarmnode.wire.link import Identity
@@ -137,3 +138,12 @@ async def test_a_part_of_an_entry_may_take_as_long_as_a_slow_line_needs_for_it(
     await trio.sleep(other.late_s + 1)
     assert (len(other.came_s), other.answered) == (1, 1)
     nursery.cancel_scope.cancel()
+
+
+def test_only_questions_want_answers() -> None:
+    """On the link of a node that moved, its answers travel with its own questions."""
+    unanswered = Unanswered()
+    unanswered.asked(Appended(1, MARK), 1.0)
+    assert unanswered.ends_s == math.inf
+    unanswered.asked(HEARTBEAT, 2.0)
+    assert unanswered.ends_s == 2.0 + QUORUM_S

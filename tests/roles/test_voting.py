@@ -51,6 +51,8 @@ class Machine:
     folder: Path
     asleep_s: float = 0.0
     """What its clock went on while it slept."""
+    moved_to: int | None = None
+    """Another port than the others look for it at."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class Machine:
 
         with self.scope:
             async with trio.open_nursery() as nursery:
-                port = int(PLACES[self.node][0].rpartition(":")[2])
+                port = self.moved_to or int(PLACES[self.node][0].rpartition(":")[2])
                 await nursery.start(self.network.listen, Address("127.0.0.1", port), serve, self.identity)
                 await nursery.start(self.voting.run)
                 task_status.started()
@@ -213,6 +215,27 @@ async def test_without_a_majority_a_write_ends_unacknowledged(
         await first.write(b'{"lost":1}', first.entry.version)
     assert trio.current_time() - began_s <= QUORUM_S + SOON_S
     assert not first.coordinates
+
+
+async def test_two_voters_that_moved_at_once_and_the_third_make_a_majority_again(
+    machines: dict[NodeId, Machine], autojump_clock: object, nursery: trio.Nursery
+) -> None:
+    """The third is who has the latest entry, so that only it can be elected, and it reaches neither of them itself."""
+    first = machines[A].voting
+    for node in (B, C):
+        machines[node].scope.cancel()
+    with pytest.raises(NotCoordinator):
+        await first.write(b'{"newer":1}', first.entry.version)
+    for node, port in ((B, 12), (C, 13)):
+        machines[node].moved_to = port
+        await machines[node].restart(nursery)
+    await until(lambda: first.coordinates, "the third is elected")
+    await first.write(b'{"kept":1}', first.entry.version)
+    await until(lambda: first.up_to_date == {B, C}, "both hold it")
+    term, ends_s = first.term, trio.current_time() + 4 * QUORUM_S
+    while trio.current_time() < ends_s:
+        assert (first.coordinates, first.term) == (True, term), "it stays so"
+        await trio.sleep(0.1)
 
 
 async def test_a_coordinator_that_slept_is_none_before_it_does_anything(
