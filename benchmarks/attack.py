@@ -31,11 +31,11 @@ import h2.config
 import h2.connection
 import httpx
 import hyperframe.frame as hf
-from rich.console import Console
 from rich.table import Table
 
 from sims.report import percentile
 from swarmnode.cli.local_swarm import LocalSwarm
+from swarmnode.cli.output import console
 from swarmnode.compute.scripted_servable import write_scripted_servable
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with closing(local.client()) as client:
                 client.post(f"/api/v1/models/{MODEL}/load", {"wait": True})
             rows = measure(local, given.only or list(ATTACKS), given.seconds)
-    Console(stderr=True).print(report(rows))
+    console(stderr=True).print(report(rows))
     if given.json:
         print(json.dumps({"aim": AIM, "rows": [asdict(row) for row in rows]}), flush=True)
 

@@ -121,8 +121,9 @@ def steppers(engine: Any, rows: list[int], context: int) -> dict[int, Callable[[
 
 
 def show(run: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from swarmnode.cli.output import console
 
     title = f"A decode step, ms; {run['threads']} thread(s), load {run['load_average']}"
     rows = list(next(iter(next(iter(run["step_ms"].values())).values())))
@@ -134,7 +135,7 @@ def show(run: dict[str, Any]) -> None:
             table.add_row(
                 name, context, *cells, f"{run['ratios'][name][context]:.2f}", f"≤ {AIM_RATIO}" if aimed else ""
             )
-    Console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

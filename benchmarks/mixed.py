@@ -18,13 +18,13 @@ import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.prefix import story
 from benchmarks.stage_times import StageTimers
 from benchmarks.users import RingUnderTest, running_ring
 from sims.report import percentile
+from swarmnode.cli.output import console
 from swarmnode.ring.cost_schedule import PIECE_MS, PIECE_SIZES, PIECE_STEPS
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table("", "", title="A prompt among four chats", show_header=False)
     for name, value in report.items():
         table.add_row(name.replace("_", " "), str(value))
-    Console().print(table)
+    console().print(table)
     if chosen.json:
         print(json.dumps(report))
 

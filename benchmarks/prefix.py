@@ -23,11 +23,11 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.users import PROMPTS, RingUnderTest, running_ring
 from benchmarks.wide_layer import WIDTH_STEP, measure_layer
+from swarmnode.cli.output import console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,7 +158,7 @@ def _show(report: dict[str, Any]) -> None:
     for name in columns:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(str(report[name]) for name in columns))
-    Console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.prefix import story
 from benchmarks.stage_times import StageTimers
 from benchmarks.users import RingUnderTest, running_ring
+from swarmnode.cli.output import console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for row in report["rows"]:
         table.add_row(*map(str, row.values()))
-    Console().print(table)
+    console().print(table)
     if chosen.json:
         print(json.dumps(report))
 

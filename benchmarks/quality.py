@@ -117,13 +117,14 @@ def token_ids(model: Path, count: int) -> list[int]:
 
 
 def show(results: dict[str, dict[str, float]], tokens: int) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from swarmnode.cli.output import console
 
     table = Table("method", "perplexity", "× float32", "same best token", title=f"{tokens} tokens of {TEXT.name}")
     for method, row in results.items():
         table.add_row(method, f"{row['perplexity']:.2f}", f"{row['ratio']:.3f}", f"{row['same_best']:.1%}")
-    Console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

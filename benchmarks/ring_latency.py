@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from swarmnode.cli.chat_stream import ChatResult, run_chat
 from swarmnode.cli.client import ApiClient
 from swarmnode.cli.demo import demo_model
 from swarmnode.cli.local_swarm import LocalSwarm
+from swarmnode.cli.output import console
 from swarmnode.config import read_settings
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _show(report: Report) -> None:
     values = asdict(report)
     shown = ("rtt_ms", "itl_ms", "compute_ms", "road_ms", "overhead_ms", "queue_ms", "ttft_ms")
     table.add_row(*(f"{values[name]:.2f}" for name in shown))
-    Console().print(table)
+    console().print(table)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.stage_times import StageTimers, typical
@@ -26,6 +25,7 @@ from benchmarks.taken_turns import step_parts, take_turns
 from benchmarks.users import Ring, RingUnderTest, running_ring
 from sims.bound import bound_tokens_per_s
 from sims.engines import interpolate
+from swarmnode.cli.output import console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -97,9 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    console = Console()
+    screen = console()
     for stage, costs in enumerate(typical([row["costs_ms"] for row in report["rows"]])):
-        console.print(f"stage {stage}: " + ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in costs.items()))
+        screen.print(f"stage {stage}: " + ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in costs.items()))
     table = Table(title=f"{report['stages']} stages, schedule {report['schedule']}")
     names = ("users", "rtt_ms", "tokens_per_s", "bound_tokens_per_s", "ratio")
     parts = step_parts(report["stages"])
@@ -107,7 +107,7 @@ def _show(report: Mapping[str, Any]) -> None:
         table.add_column(name, justify="right")
     for row in report["rows"]:
         table.add_row(*(str(row[name]) for name in names), *(str(row["step_ms"][part]) for part in parts))
-    console.print(table)
+    screen.print(table)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
-from rich.console import Console
 from rich.table import Table
 
+from swarmnode.cli.output import console
 from swarmnode.ids import BootId, NodeId, RingId
 from swarmnode.ring.messages import Group, Piece, Row
 from swarmnode.ring.work import Activation
@@ -277,7 +277,7 @@ def show(results: list[dict[str, Any]]) -> None:
     for row in results:
         columns = ("size", "hop_ms", "hop_p95_ms", "raw_ms", "added_ms", "ratio")
         table.add_row(*(str(row[column]) for column in columns))
-    Console().print(table)
+    console().print(table)
 
 
 def run_part(name: str, arguments: list[str]) -> None:

@@ -148,6 +148,16 @@ class VotersWorld(Timeline):
         self.voters[node].disk = Stored(0, None, Entry(0, 0, (), self._document(set())))
         self.start(node)
 
+    def seat(self, count: int) -> None:
+        """Nodes that wait to become voters are given the document by whoever coordinates now."""
+        learners = frozenset(NodeId(f"l{index}") for index in range(count))
+        for name in sorted(learners):
+            self.voters[name] = Voter(name, Stored(0, None, Entry(0, 0, (), b"[]")))
+            self._waiting[name] = {}
+            self.start(name)
+        if (leader := self.coordinator()) is not None:
+            self._receive(self.voters[leader], Learners(learners))
+
     def readmit(self) -> None:
         """What a coordinator does about voters that lost their disks: it takes them out, and lets them in anew when
         that has reached them."""

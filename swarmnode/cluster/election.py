@@ -37,7 +37,7 @@ from swarmnode.cluster.election_messages import (
     VoteAnswer,
     VoterMessage,
 )
-from swarmnode.cluster.entry_parts import PART_BYTES, Inbound, Outbound
+from swarmnode.cluster.entry_parts import MAX_UNDER_WAY, PART_BYTES, Inbound, Outbound
 from swarmnode.machine import drain
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Election:
     """
 
     part_bytes = PART_BYTES
+    max_under_way = MAX_UNDER_WAY
 
     def __init__(self, node: NodeId, stored: Stored, now: float, draw: Callable[[], float]) -> None:
         """`draw` gives numbers from 0 to 1: voters that time out together would split the votes for ever."""
@@ -113,6 +114,7 @@ class Election:
                 self._force_alone(now)
             case Learners():
                 self._learners = message.nodes
+                self._drop_others()
             case Arrived(sender=sender, message=inner):
                 self._arrived(sender, inner, now)
 
@@ -283,10 +285,9 @@ class Election:
             self._heard_s[sender] = now
             self._held[sender] = max(answer.mark, self._held.get(sender, answer.mark))
             self._count_copies()
-        outbound = self._outbound_to(sender)
-        start = None if outbound is None else outbound.next_start(answer)
-        if start is not None:
-            self._beat(sender, start)
+        if sender in self._receivers and (outbound := self._outbound_to(sender)) is not None:
+            outbound.answered(answer)
+        self._send_parts(now)
 
     # elections
 
@@ -367,6 +368,7 @@ class Election:
 
     def _write(self, document: bytes, voters: tuple[NodeId, ...], now: float) -> None:
         self._store(replace(self._stored, entry=Entry(self.term, self.entry.version + 1, voters, document)))
+        self._drop_others()
         for voter in self._others:
             self._heard_s.setdefault(voter, now)
         self._heartbeat_s = now
@@ -376,8 +378,23 @@ class Election:
     def _send_heartbeats(self, now: float) -> None:
         self._heartbeat_s = now + HEARTBEAT_S
         for node in self._receivers:
+            self._outbound_to(node)
+            self._beat(node, now)
+
+    def _send_parts(self, now: float) -> None:
+        """To whom one is due, voters first, while there is room on the line."""
+        for node in self._receivers:
             outbound = self._outbound_to(node)
-            self._beat(node, 0 if outbound is not None and not outbound.was_sent else None)
+            if outbound is not None and outbound.is_due and self._has_room(now):
+                self._beat(node, now)
+
+    def _has_room(self, now: float) -> bool:
+        return sum(outbound.is_under_way(now) for outbound in self._outbound.values()) < self.max_under_way
+
+    def _drop_others(self) -> None:
+        """What is under way to nodes that are given nothing any more: one that comes back is given what is new then."""
+        receivers = self._receivers
+        self._outbound = {node: outbound for node, outbound in self._outbound.items() if node in receivers}
 
     def _outbound_to(self, node: NodeId) -> Outbound | None:
         """What is to be sent there, if anything is."""
@@ -385,18 +402,21 @@ class Election:
         if held == self.entry.mark:
             self._outbound.pop(node, None)
             return None
-        under_way = outbound is not None and outbound.has_begun and (held is None or held < outbound.entry.mark)
-        if outbound is None or not (under_way or outbound.entry.mark == self.entry.mark):
+        if outbound is None:
             outbound = self._outbound[node] = Outbound(self.entry)
+        elif outbound.entry.mark != self.entry.mark:
+            arrives = outbound.has_begun and (held is None or held < outbound.entry.mark)
+            if not arrives:
+                outbound.replace(self.entry)
         return outbound
 
-    def _beat(self, node: NodeId, start: int | None) -> None:
-        """`start`: with the part of what is under way there that begins so; the answer tells where to go on."""
+    def _beat(self, node: NodeId, now: float) -> None:
+        """With the part that is due there, if there is room on the line; the answer tells where to go on."""
         self._beats += 1
         outbound = self._outbound.get(node)
         part = None
-        if outbound is not None and start is not None:
-            part = outbound.send(self._beats, start, self.part_bytes)
+        if outbound is not None and outbound.is_due and self._has_room(now):
+            part = outbound.send(self._beats, self.part_bytes, now)
         mark = self.entry.mark if outbound is None else outbound.entry.mark
         self._send(node, Append(self.term, mark, self.committed, part, self._beats))
 

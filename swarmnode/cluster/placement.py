@@ -58,12 +58,13 @@ CPU_CAPABILITIES = frozenset({SERVE_INT8, SERVE_INT4_FAST})
 ALL_CAPABILITIES = RING_CAPABILITIES | CPU_CAPABILITIES | {SERVE_QUANTIZED}
 
 
-class NoPeerHelps(LoadRefused):
-    """What is asked for is had over no peers at all: nobody's coming changes that."""
+class PeersLacking(LoadRefused):
+    """The peers that are there are too few, too small or too old: another one's coming may change that. Any other
+    refusal is about the model, or what is asked of it."""
 
 
-class LacksKernels(LoadRefused):
-    """Too few of the peers that would serve hold what the weights' quantization needs: another one may do."""
+class LacksKernels(PeersLacking):
+    """Too few of the peers that would serve hold what the weights' quantization needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,9 @@ def _plan(shape: ModelShape, request: PlanRequest, peers: Sequence[PeerResources
     layers = len(shape.layer_params)
     stages = len(request.peers) or shape.recorded_stages if request.num_stages is None else request.num_stages
     if not 1 <= stages <= layers:
-        raise NoPeerHelps(f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}")
+        raise LoadRefused(f"{stages} stages asked for, but the model has {layers} layers: choose 1 to {layers}")
     if shape.recorded_boundaries is None and stages != shape.recorded_stages:
-        raise NoPeerHelps(
+        raise LoadRefused(
             f"this model records no split, so it serves only over the {shape.recorded_stages} stages it was "
             f"exported with, not {stages}"
         )
@@ -225,7 +226,7 @@ def _choose_peers(request: PlanRequest, stages: int, peers: Sequence[PeerResourc
     idle = _idle(request, peers)
     if len(idle) < stages:
         busy = [f"{p.name} (serves {p.busy_with})" for p in peers if p.busy_with is not None]
-        raise LoadRefused(
+        raise PeersLacking(
             f"{stages} stages need {stages} free peers, {len(idle)} are connected: "
             f"{', '.join(p.name for p in idle) or 'none'}"
             + (f"; busy: {', '.join(busy)}" if busy else "")
@@ -251,9 +252,9 @@ def _kept(request: PlanRequest, stages: int, idle: Sequence[PeerResources]) -> l
 
 def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResources]) -> list[PeerResources]:
     if len(names) != stages:
-        raise NoPeerHelps(f"{len(names)} peers named for {stages} stages: name one peer per stage, in order")
+        raise LoadRefused(f"{len(names)} peers named for {stages} stages: name one peer per stage, in order")
     if len(set(names)) != len(names):
-        raise NoPeerHelps("a peer is named twice; a peer holds one stage of a model")
+        raise LoadRefused("a peer is named twice; a peer holds one stage of a model")
     chosen = []
     for name in names:
         found = [p for p in peers if name in (p.name, p.node)]
@@ -261,9 +262,9 @@ def _named_peers(names: tuple[str, ...], stages: int, peers: Sequence[PeerResour
             known = ", ".join(sorted(p.name for p in peers)) or "none"
             raise PeerNotFound(f"no peer is called {name!r}; connected peers: {known}", param="peer")
         if found[0].busy_with is not None:
-            raise LoadRefused(f"peer {name} already serves {found[0].busy_with}; unload it first")
+            raise PeersLacking(f"peer {name} already serves {found[0].busy_with}; unload it first")
         if found[0] in chosen:
-            raise NoPeerHelps(f"{name} is a peer that is named already; a peer holds one stage of a model")
+            raise LoadRefused(f"{name} is a peer that is named already; a peer holds one stage of a model")
         chosen.append(found[0])
     return chosen
 
@@ -289,7 +290,7 @@ def _check_capabilities(chosen: Sequence[PeerResources]) -> None:
     for peer in chosen:
         missing = _missing(peer, len(chosen))
         if missing:
-            raise LoadRefused(
+            raise PeersLacking(
                 f"peer {peer.name} cannot serve this ring: it lacks {missing}; "
                 "update swarmnode there, or name other peers"
             )
@@ -316,7 +317,7 @@ def _boundaries(shape: ModelShape, stages: int) -> tuple[int, ...]:
         return shape.recorded_boundaries
     if shape.recorded_boundaries is None:
         if shape.shard_boundaries is None:
-            raise NoPeerHelps(
+            raise LoadRefused(
                 "this model records no split, and its shards, which show where it was cut, are not whole on this "
                 "machine: load it where they are, or export it again with its boundaries"
             )
@@ -336,7 +337,7 @@ def _budget(
     wanted = max(least, wanted_in_flight * request.typical_tokens)
     room = min((_kv_room(stage) for stage in stages), default=wanted)
     if room < least:
-        raise LoadRefused(_too_small(request, stages, least) + _no_help(request, stages, least, peers))
+        raise PeersLacking(_too_small(request, stages, least) + _no_help(request, stages, least, peers))
     kv_tokens = min(room, max(wanted, min(room, wanted_in_flight * shape.context_tokens)))
     in_flight = max(1, min(wanted_in_flight, kv_tokens // min(request.typical_tokens, kv_tokens)))
     return Plan(stages, min(shape.context_tokens, kv_tokens), kv_tokens, in_flight)

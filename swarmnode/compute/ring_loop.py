@@ -96,7 +96,7 @@ class RingLoop:
         self._owes_report = False
         self._pieces: SimpleQueue[bool] = SimpleQueue()
         """To the thread beside: a piece begins (True), or the loop has ended."""
-        self._heard: SimpleQueue[bool | Exception] = SimpleQueue()
+        self._heard: SimpleQueue[bool | BaseException] = SimpleQueue()
         """From it, when the piece is computed: whether the loop goes on, or what went wrong with an input."""
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class RingLoop:
         finally:
             self.inbox.put(_COMPUTED)
         heard = self._heard.get()
-        if isinstance(heard, Exception):
+        if isinstance(heard, BaseException):
             raise heard
         return result, heard
 
@@ -150,7 +150,7 @@ class RingLoop:
         while self._pieces.get():
             try:
                 self._heard.put(self._take_until_computed())
-            except Exception as error:  # the loop raises it: a machine that failed must not serve on
+            except BaseException as error:  # the loop raises it: it would wait for this thread for ever
                 self._heard.put(error)
 
     def _take_until_computed(self) -> bool:

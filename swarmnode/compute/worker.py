@@ -169,7 +169,7 @@ def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
     def guarded() -> None:
         try:
             run()
-        except Exception:
+        except BaseException:
             traceback.print_exc(file=sys.stderr)
             sys.stderr.flush()
             os._exit(EXIT_FAILED)

@@ -12,7 +12,7 @@ from swarmnode.catalog.planning import check_codecs, cut_of_shards, stage_files
 from swarmnode.catalog.safetensors_header import read_header
 from swarmnode.cluster.machine_book import Weights
 from swarmnode.cluster.measured import NOTHING_MEASURED
-from swarmnode.cluster.placement import LacksKernels, NoPeerHelps, Plan, PlanRequest, plan_load
+from swarmnode.cluster.placement import LacksKernels, Plan, PlanRequest, plan_load
 from swarmnode.cluster.pricing import ModelShape
 from swarmnode.cluster.quantization import NONE, as_served, default_quantization, degraded
 from swarmnode.compute.spec import serving_dtype
@@ -200,7 +200,7 @@ def _refuse_unquantizable(asked: str, obstacles: Mapping[str, str]) -> None:
     """Raise LoadRefused where neither what a load asks for nor what would serve in its place can be had of the model:
     who asks for fewer bits is not given all of them instead."""
     if asked != NONE and all(method == NONE or method in obstacles for method in (asked, *degraded(asked))):
-        raise NoPeerHelps(f"{obstacles[asked]}; load it without quantization", param="quantization")
+        raise LoadRefused(f"{obstacles[asked]}; load it without quantization", param="quantization")
 
 
 @dataclass(frozen=True, slots=True)

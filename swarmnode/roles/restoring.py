@@ -29,9 +29,10 @@ from swarmnode.cluster.desired_rings import (
 from swarmnode.driver import Driver
 from swarmnode.errors import StageLost, SwarmError
 from swarmnode.ids import ModelId, NodeId, RingId
+from swarmnode.wire.nursery import open_flat_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
     from swarmnode.roles.loaded_ring import LoadedRing
 
@@ -54,13 +55,16 @@ class _Wanted:
 
 
 class Restoring:
-    """`load` begins a load that makes nobody leave, or raises; `emit` hears what is lost and what it waits for."""
+    """`load` begins a load that makes nobody leave, or raises, and `look` reads before it what may take long to read;
+    `emit` hears what is lost and what it waits for."""
 
     def __init__(
         self,
+        look: Callable[[ModelId], Awaitable[None]],
         load: Callable[[ModelId, LoadOptions], LoadedRing],
         emit: Callable[[str, Mapping[str, object]], None],
     ) -> None:
+        self._look = look
         self._load = load
         self._emit = emit
         self._wanted: dict[ModelId, _Wanted] = {}
@@ -68,6 +72,9 @@ class Restoring:
         """Loads that somebody asked for, which are neither up nor over."""
         self._asked: dict[RingId, LoadOptions] = {}
         """What the rings that are there were loaded with."""
+        self._looking: set[ModelId] = set()
+        """Models that are due, and looked at before they are loaded."""
+        self._nursery: trio.Nursery | None = None
         self._tries: set[RingId] = set()
         """Those that were loaded again, without anybody asking."""
         self._machine = DesiredRings()
@@ -75,7 +82,9 @@ class Restoring:
 
     async def run(self) -> None:
         """Load what is due, until cancelled."""
-        await self._driver.run()
+        async with open_flat_nursery() as nursery:
+            self._nursery = nursery
+            await self._driver.run()
 
     # what is wanted
 
@@ -100,6 +109,7 @@ class Restoring:
     def forget(self, model: ModelId) -> None:
         """It is not to be loaded again."""
         wanted = self._wanted.pop(model, None)
+        self._looking.discard(model)
         self._driver.feed(LetGo(model))
         if wanted is not None and wanted.error is not None:
             self._emit("ring_let_go", {"model": model})
@@ -113,6 +123,7 @@ class Restoring:
             self._begun[ring.ring] = ModelId(ring.model), _Wanted(replace(options, prefer=()), ring.life.nodes)
         else:
             self._tries.add(ring.ring)
+        self._looking.discard(ModelId(ring.model))
         self._driver.feed(LoadBegun(ModelId(ring.model)))
 
     def join(self, ring: LoadedRing) -> None:
@@ -209,12 +220,30 @@ class Restoring:
         return [model for model in sorted(self._wanted) if model not in models]
 
     def _load_again(self, due: LoadNow) -> None:
-        wanted = self._wanted[due.model]
+        if self._nursery is None:
+            raise RuntimeError("a load before run")
+        if due.model not in self._looking:
+            self._looking.add(due.model)
+            self._nursery.start_soon(self._look_and_load, due.model)
+
+    async def _look_and_load(self, model: ModelId) -> None:
+        refused: Exception | None = None
         try:
-            self._load(due.model, replace(wanted.options, prefer=wanted.nodes))
+            await self._look(model)
         except (SwarmError, OSError) as error:
-            self._driver.feed(NoPlace(due.model))
-            self._wait(due.model, wanted, str(error))
+            refused = error
+        if model not in self._looking:
+            return  # somebody has begun to load it meanwhile, or wants it no more
+        self._looking.discard(model)
+        wanted = self._wanted[model]
+        if refused is None:
+            try:
+                self._load(model, replace(wanted.options, prefer=wanted.nodes))
+            except (SwarmError, OSError) as error:
+                refused = error
+        if refused is not None:
+            self._driver.feed(NoPlace(model))
+            self._wait(model, wanted, str(refused))
 
     def _wait(self, model: ModelId, wanted: _Wanted, waits_for: str) -> None:
         wanted.waits_for = waits_for

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
-from swarmnode.cluster.placement import NoPeerHelps
+from swarmnode.cluster.placement import PeersLacking
 from swarmnode.errors import Conflict, InvalidModel, LoadRefused, MembersAwaited, PeerNotFound, SwarmError
 from swarmnode.ids import ModelId, NodeId, RingId
 from swarmnode.roles.file_sources import with_kept, with_sources
@@ -66,8 +65,8 @@ class Rings:
         self.running: dict[RingId, LoadedRing] = {}
         self._over: dict[ModelId, LoadedRing] = {}
         """The last ring of each model that is over: where its files are, and what became of it."""
-        self._known: dict[ModelId, tuple[Manifest, Known]] = {}
-        """What was read of the files of each model when somebody looked last."""
+        self._known: dict[ModelId, tuple[Manifest, bool, Known]] = {}
+        """Of each model, whether its files were here when somebody looked last, and what was read of them."""
         self._looked_after: set[ModelId] = set()
         """Models of which nobody is told any more what became of their last ring."""
         self._context = context
@@ -76,7 +75,7 @@ class Rings:
         self._peers = peers
         self._epoch = 0
         self.lifecycle = RingLifecycle(lambda: self.running.values(), context.settings, context.emit)
-        self.restoring = Restoring(self.start, context.emit)
+        self.restoring = Restoring(self.look, self.start, context.emit)
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -84,16 +83,9 @@ class Rings:
             self._nursery = nursery
             nursery.start_soon(self.lifecycle.run)
             self._adopt(nursery)
-            nursery.start_soon(self._restore)
+            nursery.start_soon(self.restoring.run)
             task_status.started()
             await trio.sleep_forever()
-
-    async def _restore(self) -> None:
-        """What was to be there is looked at before, and then planned when a peer comes or goes."""
-        for model in self.restoring.waiting(()):
-            with suppress(SwarmError, OSError):  # its planning tells
-                await self.look(model)
-        await self.restoring.run()
 
     # which there are
 
@@ -169,11 +161,23 @@ class Rings:
         return ring
 
     async def look(self, model: ModelId) -> None:
-        """Read, in a thread, what `plan` needs to know of a model's files. Raises as `plan`."""
+        """Read, in a thread, what `plan` needs to know of a model's files. Raises as `plan`. Whoever leaves off waits
+        for no disk: it is only read."""
         manifest = self._registry.get(model)
         files = files_here(self._registry, manifest)
-        known = NOTHING_KNOWN if files is None else await trio.to_thread.run_sync(examine, manifest, files)
-        self._known[model] = manifest, known
+        known = NOTHING_KNOWN
+        if files is not None:
+            known = await trio.to_thread.run_sync(examine, manifest, files, abandon_on_cancel=True)
+        self._known[model] = manifest, files is not None, known
+
+    def _known_of(self, manifest: Manifest) -> Known:
+        """What was read last, unless it was of another model, or its files have come or gone since."""
+        here = manifest in self._registry.here()
+        *looked_at, known = self._known.get(manifest.model_id, (None, False, NOTHING_KNOWN))
+        if looked_at != [manifest, here]:
+            known = examine(manifest, files_here(self._registry, manifest))
+            self._known[manifest.model_id] = manifest, here, known
+        return known
 
     def plan(
         self, model: ModelId, options: LoadOptions, *, evict: bool = True
@@ -182,9 +186,7 @@ class Rings:
         before it: else what others wait for waits for the disk."""
         ring_id = RingId(f"{model}-{uuid.uuid4().hex[:8]}"[-64:])
         manifest = self._registry.get(model)
-        looked, of_model = self._known.get(model, (None, NOTHING_KNOWN))
-        if looked != manifest:
-            of_model = examine(manifest, files_here(self._registry, manifest))
+        of_model = self._known_of(manifest)
         members = self._peers.members
 
         def plan(offers: Sequence[PeerResources]) -> PlannedRing:
@@ -314,7 +316,7 @@ class Rings:
 def _may_help(awaited: Sequence[Row], error: SwarmError, options: LoadOptions, members: Iterable[Member]) -> bool:
     """Whether a load that was refused may be possible when the awaited are back. One that names its peers needs these
     and no others."""
-    if isinstance(error, NoPeerHelps) or not awaited:
+    if not isinstance(error, PeersLacking | PeerNotFound) or not awaited:
         return False
     there = {text for member in members for text in (member.identity.name, member.node)}
     missing = {*options.peers} - there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.calibrate import dearer, host_shares, predicted
+from benchmarks.calibrate import dearer, host_shares, predicted, title
 from benchmarks.mixed import largest_bearable
 from benchmarks.prefix import Run, summary
 from benchmarks.prompt import sides
@@ -103,3 +103,8 @@ def test_a_layer_of_any_width_is_measured() -> None:
     report = measure_layer(256, 40, 8, runs=1, dtype="float32", threads=1)
     assert report["arithmetic"] == pytest.approx(1 + 2 * 40 / (14.5 * 256), abs=1e-3)
     assert min(report["second_ms"], report["alone_ms"]) > 0
+
+
+def test_what_calibrate_tells_first_is_how_far_off_the_costs_alone_are() -> None:
+    told = title({"rtt_ms": 20.0, "worst": 0.057, "worst_alone": 0.226})
+    assert told == "2 stages, 20 ms; worst difference with costs alone 22.6%, with the ring's own shares 5.7%"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 from sims.voters import VotersWorld, Weather
 from swarmnode.cluster.election import ELECTION_MAX_S, QUORUM_S, Election
 from swarmnode.cluster.election_messages import (
+    NOTHING,
     Append,
     Appended,
     Arrived,
@@ -28,7 +30,7 @@ from swarmnode.cluster.election_messages import (
     Stored,
     VoteAnswer,
 )
-from swarmnode.cluster.entry_parts import part_of
+from swarmnode.cluster.entry_parts import LEFT_AFTER_S, MAX_UNDER_WAY, Inbound, part_of
 from swarmnode.cluster.fence import Fence
 from swarmnode.errors import StaleTerm
 from swarmnode.ids import NodeId
@@ -219,6 +221,66 @@ def test_learners_are_given_everything_and_count_for_nothing() -> None:
     assert not election.up_to_date(0.2 + QUORUM_S), "it has not answered for long"
     election.receive(Propose(b"d", 1), 5.0)
     assert not election.up_to_date(5.0), "it lacks the last change"
+
+
+class OneByteAtATime(Election):
+    part_bytes = 1
+
+
+def test_who_is_seated_again_is_given_what_is_new_and_nothing_meanwhile() -> None:
+    election = OneByteAtATime(A, Stored(0, None, Entry(0, 0, (A,), b"old")), 0.0, lambda: 0.0)
+    election.receive(Learners(frozenset({D})), 0.0)
+    election.handle_timer(0.0)
+    begun = sent(election.outgoing())[-1]
+    assert isinstance(begun, Append)
+    arrive(election, D, Appended(0, (0, 0), begun.number, 1), 0.1)
+    election.receive(Learners(frozenset()), 0.2)
+    election.outgoing()
+    arrive(election, D, Appended(1, (0, 0), begun.number + 1, 2), 0.3)
+    election.receive(Propose(b"new", 1), 0.4)
+    assert not sent(election.outgoing())
+    election.receive(Learners(frozenset({D})), 0.5)
+    election.handle_timer(2.0)
+    (again,) = sent(election.outgoing())
+    assert isinstance(again, Append)
+    assert (again.mark, again.part) == (election.entry.mark, part_of(election.entry, 0, 1))
+
+
+def test_parts_go_to_voters_first_and_their_room_comes_back_from_who_answers_nothing() -> None:
+    election, learners = coordinator(), [NodeId(f"z{index}") for index in range(MAX_UNDER_WAY + 1)]
+    last = learners[-1]
+
+    def given() -> list[NodeId]:
+        effects = [effect for effect in election.outgoing() if isinstance(effect, SendTo)]
+        return [effect.node for effect in effects if isinstance(effect.message, Append) and effect.message.part]
+
+    election.receive(Learners(frozenset(learners)), 5.4)
+    arrive(election, C, Appended(1, election.entry.mark, 100), 5.5)
+    assert given() == learners[:-1]
+    election.receive(Propose(b"new", 1), 5.6)
+    assert given() == [], "the line is full"
+    arrive(election, learners[0], Appended(1, NOTHING, 100), 5.7)
+    assert given() == [B]
+    arrive(election, B, Appended(1, election.entry.mark, 100), 5.8)
+    assert given() == [C]
+    arrive(election, C, Appended(1, election.entry.mark, 100), 5.9)
+    assert given() == [learners[0]]
+    election.handle_timer(5.4 + LEFT_AFTER_S)
+    assert given() == [], "they may still be on it"
+    arrive(election, B, Appended(1, election.entry.mark, 200), 5.7 + LEFT_AFTER_S)
+    assert given() == [last]
+
+
+def test_an_entry_is_joined_of_parts_that_have_something_and_undone_where_it_was_not_kept() -> None:
+    inbound, whole = Inbound(), replace(NAMED, document=b"abc")
+    assert inbound.take(whole.mark, part_of(whole, 0, 1)) is None
+    assert inbound.take(whole.mark, replace(part_of(whole, 1, 1), data=b"")) is None
+    before = copy.deepcopy(inbound)
+    assert inbound.take(whole.mark, part_of(whole, 1, 1)) is None
+    assert (before.have_bytes(whole.mark), inbound.have_bytes(whole.mark)) == (1, 2)
+    assert before.take(whole.mark, part_of(whole, 1)) == whole
+    empty = replace(NAMED, version=9, document=b"")
+    assert before.take(empty.mark, part_of(empty)) == empty
 
 
 EMPTY = Entry(0, 0, (), b"")

@@ -132,11 +132,12 @@ def test_a_prompt_that_is_to_go_whole_goes_in_pieces_that_a_frame_can_hold(tmp_p
         assert (piece["pos"], len(piece["ids"])) == (0, MAX_PIECE_POSITIONS)
 
 
-def test_a_thread_that_dies_takes_the_worker_with_it() -> None:
+@pytest.mark.parametrize(("run", "told"), [("{}['missing']", "KeyError: 'missing'"), ("exit(0)", "SystemExit: 0")])
+def test_a_thread_that_dies_takes_the_worker_with_it(run: str, told: str) -> None:
     program = (
         "import time; from swarmnode.compute.worker import start_thread; "
-        "start_thread('text', lambda: {}['missing']); time.sleep(60)"
+        f"start_thread('text', lambda: {run}); time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == EXIT_FAILED
-    assert ended.stderr.splitlines()[-1] == "KeyError: 'missing'"
+    assert ended.stderr.splitlines()[-1] == told

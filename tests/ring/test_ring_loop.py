@@ -23,6 +23,7 @@ from swarmnode.ring.work import Activation
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from swarmnode.ring.head_messages import HeadInput
     from swarmnode.ring.work import Work, WorkResult
 
 PATIENCE_S = 10.0
@@ -173,23 +174,37 @@ def test_the_loop_ends_with_its_piece(when: str) -> None:
         engine.let_go.set()
 
 
-def test_a_machine_that_fails_beside_a_piece_ends_the_loop() -> None:
+class _FailsAt(Head):
+    """Whatever `error` is, an input of request "r" raises it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(head_config(1))
+        self._error = error
+
+    def receive(self, message: HeadInput, now: float) -> None:
+        if isinstance(message, Open) and message.request == "r":
+            raise self._error
+        super().receive(message, now)
+
+
+@pytest.mark.parametrize("error", [TypeError("none"), SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_a_machine_that_fails_beside_a_piece_ends_the_loop(error: BaseException) -> None:
     engine = _HeldUp()
-    running = RunningLoop(Head(head_config(1)), engine)
-    failed: SimpleQueue[Exception] = SimpleQueue()
+    running = RunningLoop(_FailsAt(error), engine)
+    failed: SimpleQueue[BaseException] = SimpleQueue()
 
     def serve() -> None:
         try:
             running.loop.run()
-        except TypeError as error:
-            failed.put(error)
+        except BaseException as raised:
+            failed.put(raised)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     running.loop.inbox.put(Open(RequestId("q"), (1, 2, 3), 9, GREEDY))
     assert engine.begun.wait(PATIENCE_S)
-    running.loop.inbox.put(Open(RequestId("r"), None, 9, GREEDY))  # type: ignore[arg-type]
+    running.loop.inbox.put(Open(RequestId("r"), (1, 2, 3), 9, GREEDY))
     engine.let_go.set()
-    assert failed.get(timeout=PATIENCE_S)
+    assert failed.get(timeout=PATIENCE_S) is error
     thread.join(PATIENCE_S)
     assert not thread.is_alive()

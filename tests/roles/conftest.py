@@ -16,7 +16,7 @@ def writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """No threads: a virtual clock would jump past one. A test that sleeps takes `autojump_clock` itself, since
     pytest-trio looks at the test's own arguments."""
 
-    async def in_place(work: Callable[..., object], *arguments: object) -> object:
+    async def in_place(work: Callable[..., object], *arguments: object, abandon_on_cancel: bool = False) -> object:
         await trio.lowlevel.checkpoint()
         return work(*arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from swarmnode.cluster.ring_life_messages import ProbeReturned, StageDown, Stage
 from swarmnode.compute.scripted_servable import write_scripted_servable
 from swarmnode.config import read_settings
 from swarmnode.errors import Conflict, LoadRefused, MembersAwaited, NoSpace
-from swarmnode.ids import BootId, NodeId, RingId
+from swarmnode.ids import BootId, ModelId, NodeId, RingId
 from swarmnode.roles import planning, rings
 from swarmnode.roles.coordinator import Coordinator
 from swarmnode.roles.gateway import Gateway
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from swarmnode.wire.frames import Frame
 
 MODEL, PEER = "scripted", NodeId("attic")
+HANGS_S = 10.0
+"""A disk that answers nothing, in a test."""
 CAPABILITIES = ("serve-n-stage", "serve-one-stage", "serve-concurrent", "serve-kv-budget")
 
 
@@ -230,7 +233,9 @@ async def test_a_models_files_are_read_in_a_thread(
     """The headers of a large model take as long as many tokens do: for a plan, a load, and a load by a successor."""
     threads: list[object] = []
 
-    async def as_in_a_thread(work: Callable[..., object], *arguments: object) -> object:
+    async def as_in_a_thread(
+        work: Callable[..., object], *arguments: object, abandon_on_cancel: bool = False
+    ) -> object:
         await trio.lowlevel.checkpoint()
         threads.append(work)
         try:
@@ -254,3 +259,49 @@ async def test_a_models_files_are_read_in_a_thread(
         await trio.sleep(60)
         assert successor.told == "ready"
     assert read == [True] * 3
+
+
+async def test_files_are_read_once_for_all_plans_and_again_when_they_have_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bool] = []
+
+    def examine(manifest: Manifest, files: FilesHere | None) -> Known:
+        read.append(files is not None)
+        return planning.examine(manifest, files)
+
+    monkeypatch.setattr(rings, "examine", examine)
+    house = House(tmp_path)
+    house.join()
+    model_rings, registry = house.coordinator.rings, house.coordinator.registry
+    here = registry.here
+    for _ in range(2):
+        model_rings.plan(ModelId(MODEL), LoadOptions())
+    assert read == [True]
+    monkeypatch.setattr(registry, "here", lambda: ())
+    await model_rings.look(ModelId(MODEL))
+    model_rings.plan(ModelId(MODEL), LoadOptions())
+    assert read == [True], "they are elsewhere"
+    monkeypatch.setattr(registry, "here", here)
+    model_rings.plan(ModelId(MODEL), LoadOptions())
+    assert read == [True, True]
+
+
+async def test_a_coordinator_that_ends_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, begun = threading.Event(), trio.Event()
+
+    def examine(_: Manifest, __: FilesHere | None) -> Known:
+        trio.from_thread.run_sync(begun.set)
+        hangs.wait(HANGS_S)
+        return planning.NOTHING_KNOWN
+
+    monkeypatch.setattr(rings, "examine", examine)
+    house = House(tmp_path)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(house.coordinator.rings.look, ModelId(MODEL))
+        await begun.wait()
+        began_s = trio.current_time()
+        nursery.cancel_scope.cancel()
+    took_s = trio.current_time() - began_s
+    hangs.set()
+    assert took_s < HANGS_S / 2

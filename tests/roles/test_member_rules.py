@@ -319,6 +319,7 @@ KNEW = Update(
 """Of the coordinator before."""
 HOPELESS: list[tuple[LoadOptions, type[SwarmError]]] = [
     (LoadOptions(num_stages=1000), LoadRefused),
+    (LoadOptions(dtype="float7"), LoadRefused),
     (LoadOptions(peers=("den", "den")), LoadRefused),
     (LoadOptions(peers=("den",), num_stages=2), LoadRefused),
     (LoadOptions(peers=("den", "nobody")), PeerNotFound),

@@ -55,12 +55,17 @@ class World:
     """Loads fail."""
     stuck: bool = False
     """Loads take for ever."""
+    look_s: float = 0.0
+    """What looking at a model's files takes, before it is loaded again."""
 
     def __post_init__(self) -> None:
         self.lifecycle = RingLifecycle(self.rings.values, self.settings, self.emit)
-        self.restoring = Restoring(lambda model, options: self._start(model, options, asked=False), self.emit)
+        self.restoring = Restoring(self.look, lambda *due: self._start(*due, asked=False), self.emit)
         self.nursery.start_soon(self.lifecycle.run)
         self.nursery.start_soon(self.restoring.run)
+
+    async def look(self, _: ModelId) -> None:
+        await trio.sleep(self.look_s)
 
     def emit(self, event: str, values: Mapping[str, object]) -> None:
         self.events.append((event, str(values["model"])))
@@ -410,6 +415,27 @@ async def test_rings_that_are_lost_one_after_another_are_no_failed_loads(world: 
         world.restoring.up(ring)
 
 
+@pytest.mark.parametrize("meanwhile", ["nothing", "asked for", "let go", "asked for and lost"])
+async def test_a_lost_model_is_looked_at_before_it_is_loaded_and_loaded_once(
+    world: World, autojump_clock: object, meanwhile: str
+) -> None:
+    old = await world.ready("old", num_stages=2)
+    world.look_s = 30.0
+    old.feed(StageDown(0, "stage_lost", "killed", gone=True))
+    await old.over.wait()
+    await trio.sleep(10.0)
+    assert world.ring_of("old") is None, "it is being looked at"
+    if meanwhile == "let go":
+        world.restoring.forget(ModelId("old"))
+    elif meanwhile != "nothing":
+        asked = await world.ready("old", num_stages=2)
+        if meanwhile == "asked for and lost":
+            asked.feed(StageDown(0, "stage_lost", "killed", gone=True))
+    await trio.sleep(100.0)
+    assert [ring.model for ring in world.rings.values()] == ([] if meanwhile == "let go" else ["old"])
+    assert len(world.at("load")) == {"nothing": 4, "asked for": 4, "let go": 2, "asked for and lost": 6}[meanwhile]
+
+
 async def test_a_first_load_that_fails_is_not_tried_again(world: World, autojump_clock: object) -> None:
     world.broken = True
     ring = world.load("old")
@@ -447,7 +473,7 @@ async def test_what_was_written_down_is_loaded_with_the_same_options(world: Worl
         asked.append((model, options))
         raise LoadRefused("nobody is here")
 
-    later = Restoring(load, lambda _event, _values: None)
+    later = Restoring(world.look, load, lambda _event, _values: None)
     later.remember([{"model": "damaged"}, *records])
     world.nursery.start_soon(later.run)
     await trio.sleep(11)

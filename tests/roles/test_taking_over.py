@@ -95,7 +95,7 @@ async def write_down(state: SwarmState, *peers: str, removed: str | None) -> Non
 
 @pytest.mark.parametrize("by", ["its name", "its id"])
 async def test_a_named_peer_that_was_removed_is_not_waited_for_by_who_takes_over(
-    tmp_path: Path, nursery: trio.Nursery, autojump_clock: object, by: str
+    tmp_path: Path, nursery: trio.Nursery, writes_in_place: None, autojump_clock: object, by: str
 ) -> None:
     state = state_at(tmp_path / "swarm.json")
     await write_down(state, "attic" if by == "its name" else ATTIC, "cellar", removed="attic")
@@ -108,7 +108,7 @@ async def test_a_named_peer_that_was_removed_is_not_waited_for_by_who_takes_over
 
 
 async def test_a_named_peer_that_is_only_away_is_waited_for(
-    tmp_path: Path, nursery: trio.Nursery, autojump_clock: object
+    tmp_path: Path, nursery: trio.Nursery, writes_in_place: None, autojump_clock: object
 ) -> None:
     state = state_at(tmp_path / "swarm.json")
     await write_down(state, "attic", "cellar", removed=None)
@@ -121,7 +121,7 @@ async def test_a_named_peer_that_is_only_away_is_waited_for(
 
 
 async def test_a_name_that_another_node_took_since_is_that_node(
-    tmp_path: Path, nursery: trio.Nursery, autojump_clock: object
+    tmp_path: Path, nursery: trio.Nursery, writes_in_place: None, autojump_clock: object
 ) -> None:
     """The removal was written long before the load that names its successor under the same name."""
     state = state_at(tmp_path / "swarm.json")

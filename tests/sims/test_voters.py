@@ -11,8 +11,10 @@ import pytest
 from sims.timeline import Stuck, Violation
 from sims.voters import VotersWorld, Weather, torture
 from swarmnode.cluster.election import ELECTION_MAX_S, Election
-from swarmnode.cluster.entry_parts import Inbound
+from swarmnode.cluster.entry_parts import MAX_UNDER_WAY, Inbound
 from swarmnode.cluster.fence import Fence
+from swarmnode.cluster.voter_book import MAX_SEATED, MAX_VOTERS
+from swarmnode.roles.voting import longest_write_s
 from swarmnode.wire.limits import MAX_DOCUMENT_BYTES
 
 if TYPE_CHECKING:
@@ -51,14 +53,13 @@ def test_a_majority_that_is_connected_needs_nobody_else(part: int) -> None:
 
 
 MBIT_PER_S = 125_000
+STEADY = {"least_s": 0.05, "most_s": 0.05, "loss": 0.0, "double": 0.0, "late": 0.0, "crash_after_write": 0.0}
 
 
 def _slow_line(machine: type[Election], document_bytes: int, mbit_per_s: float) -> VotersWorld:
     """A swarm's first minutes behind such uplinks, with a write; as over TCP nothing overtakes anything."""
-    way = {"least_s": 0.05, "most_s": 0.05, "loss": 0.0, "double": 0.0, "late": 0.0, "crash_after_write": 0.0}
-    world = VotersWorld(
-        3, 1, Weather(**way, uplink_bytes_per_s=mbit_per_s * MBIT_PER_S), machine=machine, document_bytes=document_bytes
-    )
+    weather = Weather(**STEADY, uplink_bytes_per_s=mbit_per_s * MBIT_PER_S)
+    world = VotersWorld(3, 1, weather, machine=machine, document_bytes=document_bytes)
     takes_s = 2 * document_bytes / world.weather.uplink_bytes_per_s + ELECTION_MAX_S + 30.0
     world.run_until(takes_s)
     assert world.write(1)
@@ -71,6 +72,40 @@ def test_a_document_of_any_size_ends_no_term_of_office_on_a_slow_line(document_b
     world = _slow_line(Election, document_bytes, mbit_per_s)
     assert (len(world.coordinators), world.acknowledged) == (1, {1})
     assert world.delivered_bytes == 4 * document_bytes, "twice to each of the others, and nothing again"
+
+
+@pytest.mark.parametrize("document_bytes", [1 << 19, MAX_DOCUMENT_BYTES])
+def test_nor_where_many_wait_to_become_voters(document_bytes: int) -> None:
+    """Five voters and as many others as may be seated; a write is over before its coordinator gives it up."""
+    begun = MAX_UNDER_WAY  # of what the others were given before the write; the rest get that alone
+    assert _seated_line(Election, document_bytes).delivered_bytes == (4 + begun + 15) * document_bytes
+
+
+class AllAtOnce(Election):
+    """Sends a part to every receiver, and so its beats stand behind fifteen."""
+
+    max_under_way = MAX_SEATED
+
+
+def test_where_all_are_sent_parts_at_once_it_would() -> None:
+    with pytest.raises(AssertionError):
+        _seated_line(AllAtOnce, 1 << 19)
+
+
+def _seated_line(machine: type[Election], document_bytes: int) -> VotersWorld:
+    world = VotersWorld(
+        MAX_VOTERS, 1, Weather(**STEADY, uplink_bytes_per_s=MBIT_PER_S), machine=machine, document_bytes=document_bytes
+    )
+    all_s = MAX_SEATED * document_bytes / MBIT_PER_S
+    world.run_until(ELECTION_MAX_S + 30.0 + 2 * all_s)
+    world.seat(MAX_SEATED - MAX_VOTERS)
+    world.run_until(world.now_s + 10.0)
+    assert world.write(1)
+    world.run_until(world.now_s + longest_write_s(document_bytes, MAX_VOTERS - 1))
+    assert world.acknowledged == {1}
+    world.run_until(world.now_s + 3 * all_s)
+    assert len(world.coordinators) == 1
+    return world
 
 
 class WholeAtOnce(Election):
