@@ -21,6 +21,20 @@ def parity() -> Iterator[Parity]:
     assert COUNTED.excused * 10_000 <= max(COUNTED.tokens, 10_000)
 
 
+@pytest.fixture
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packed weights are made for the compiled kernels, and torch has one thread."""
+    import torch
+    from packed_kernels import take_kernels
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    take_kernels("compiled", monkeypatch)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if COUNTED.tokens:
         terminalreporter.write_line(

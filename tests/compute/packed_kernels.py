@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from swarmnode.compute import tiled_projections
 from swarmnode.compute.integer_kernels import integer_kernels
 
-if TYPE_CHECKING:
-    import pytest
-
 ALL_KERNELS = ("torch", *(["compiled"] if integer_kernels() is not None else []))
 """The compiled ones where llvmlite and AVX2 are."""
+NEEDS_COMPILED = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
 
 
 def take_kernels(which: str, monkeypatch: pytest.MonkeyPatch) -> None:

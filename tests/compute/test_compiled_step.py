@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from packed_kernels import ALL_KERNELS, take_kernels
+from packed_kernels import NEEDS_COMPILED
 from stage_chains import Chain, prompt_of, stage_specs
 from tiny_models import make_tiny
 from torch.nn.functional import silu
@@ -23,10 +23,10 @@ from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
+pytestmark = [NEEDS_COMPILED, pytest.mark.usefixtures("compiled_kernels")]
 
 HIDDEN, INTERMEDIATE = 96, 160
 LARGE = 5
@@ -35,16 +35,6 @@ LENGTHS = (0, 1, 31, 32, 33, 70, 127, 300)
 """Positions held before: none, and around the code's blocks of 32."""
 TOLERANCE = 2.0**-7
 """Of what a block adds, as the norm of a row: bfloat16 rounds what attention gives, gate and up, and the result."""
-
-
-@pytest.fixture(autouse=True)
-def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    take_kernels("compiled", monkeypatch)
-    yield
-    torch.set_num_threads(threads)
 
 
 def some_parts(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from packed_kernels import ALL_KERNELS, take_kernels
+from packed_kernels import NEEDS_COMPILED
 
 from swarmnode.catalog.safetensors_header import TensorEntry
 from swarmnode.compute import tensor_reader, tiled_projections
@@ -23,25 +23,14 @@ from swarmnode.compute.tensor_reader import StoredMatrix, TensorReader
 from swarmnode.compute.tiled_projections import TiledInt4Projection, TiledInt8Projection, packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
+pytestmark = [NEEDS_COMPILED, pytest.mark.usefixtures("compiled_kernels")]
 
 SHAPES = [(128, 32), (192, 576), (256, 96), (4, 64), (132, 4160)]
 """One group; groups that are no multiple of eight; a single tile; many groups."""
 METHODS = ("int8", "int4-fast")
 OF_TORCH: dict[str, type[PackedProjection]] = {"int8": Int8Projection, "int4-fast": Int4Projection}
-
-
-@pytest.fixture(autouse=True)
-def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    take_kernels("compiled", monkeypatch)
-    yield
-    torch.set_num_threads(threads)
 
 
 def weights(out: int, inputs: int) -> torch.Tensor:
