@@ -67,10 +67,7 @@ def write_attention(library: Library) -> Any:
         b.call(place, [block, step, row])
 
     loop(b, I64(0), asked("count"), 1, of_row)
-    arguments = b.bitcast(b.alloca(I64, 2), POINTER)
-    for n, value in enumerate((block, step)):
-        store(b, value, arguments, 8 * n, 8)
-    library.run(b, part, arguments, asked("threads", I32))
+    library.run(b, part, (block, step), asked("threads", I32))
     b.ret_void()
     return function
 

@@ -311,10 +311,7 @@ def _write_entry(library: Library, name: str, rows: int, quantize: Mapping[str, 
         with b.if_then(b.icmp_signed("==", prepared, I32(number))):
             b.call(quantize[way], [x, codes, sums, scales, gain, I64(rows), groups, eps])
     fields = (out, weights, beside, bias, residual, codes, sums, scales, tiles, groups)
-    arguments = b.bitcast(b.alloca(I64, len(fields)), POINTER)
-    for n, value in enumerate(fields):
-        store(b, value, arguments, 8 * n, 8)
-    library.run(b, part, arguments, threads)
+    library.run(b, part, fields, threads)
     b.ret_void()
 
 

@@ -60,8 +60,12 @@ class Library:
         thread, team = (b.sext(b.call(asked, []), I64) for asked in (self.thread, self.team))
         return b.sdiv(b.mul(count, thread), team), b.sdiv(b.mul(count, b.add(thread, I64(1))), team)
 
-    def run(self, b: Any, part: Any, arguments: Value, threads: Value) -> None:
-        """Calls part(arguments) in each of a team's threads; one thread alone needs no team."""
+    def run(self, b: Any, part: Any, values: Sequence[Value], threads: Value) -> None:
+        """Calls part(record) in each of a team's threads, the record of `values`, 64 bits each; one thread alone needs
+        no team."""
+        arguments = b.bitcast(b.alloca(I64, len(values)), POINTER)
+        for n, value in enumerate(values):
+            store(b, value, arguments, 8 * n, 8)
         with b.if_else(b.icmp_signed(">", threads, I32(1))) as (several, one):
             with several:
                 b.call(self.in_parallel, [b.bitcast(part, POINTER), arguments, threads, I32(0)])
@@ -124,13 +128,7 @@ def loop(
         phi.add_incoming(first, before)
         phi.add_incoming(next_one, last)
     b.position_at_end(after)
-    results = []
-    for first, final in zip(carried, leaving, strict=True):
-        result = b.phi(first.type)
-        result.add_incoming(first, before)
-        result.add_incoming(final, last)
-        results.append(result)
-    return results
+    return _joined(b, carried, before, leaving, last)
 
 
 def where_given(b: Any, pointer: Value, old: Sequence[Value], make: Callable[[], Sequence[Value]]) -> list[Value]:
@@ -138,11 +136,16 @@ def where_given(b: Any, pointer: Value, old: Sequence[Value], make: Callable[[],
     before = b.block
     with b.if_then(b.icmp_unsigned("!=", pointer, POINTER(None))):
         made, last = make(), b.block
+    return _joined(b, old, before, made, last)
+
+
+def _joined(b: Any, values: Sequence[Value], before: Value, others: Sequence[Value], behind: Value) -> list[Value]:
+    """`values` where the code came from block `before`, `others` where it came from `behind`."""
     results = []
-    for unchanged, new in zip(old, made, strict=True):
-        result = b.phi(unchanged.type)
-        result.add_incoming(unchanged, before)
-        result.add_incoming(new, last)
+    for value, other in zip(values, others, strict=True):
+        result = b.phi(value.type)
+        result.add_incoming(value, before)
+        result.add_incoming(other, behind)
         results.append(result)
     return results
 
