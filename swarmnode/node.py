@@ -257,7 +257,8 @@ class _Node:
         from swarmnode.roles.office import Office, OfficeParts
 
         begins = COORDINATOR in self._options.roles
-        voting = self._voting = Voting(kept.node, ballot, context.roads.to_voter, places_in, begins=begins)
+        ways = context.roads.to_voter
+        voting = self._voting = Voting(kept.node, ballot, ways, places_in, context.say_removed, begins=begins)
         polled = PolledLinks(transport.accept)
         await nursery.start(polled.run)
         await nursery.start(voting.run)

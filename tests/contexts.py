@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from swarmnode.config import Settings
+    from swarmnode.errors import NodeRemoved
     from swarmnode.wire.address import Place
     from swarmnode.wire.link import Identity, Transport
 
@@ -31,3 +32,8 @@ def node_context(
         emit=lambda *_: None,
         roads=Roads(carried, identity, new_key(), (DIRECT,), places),
     )
+
+
+def never_removed(error: NodeRemoved) -> None:
+    """For a voter that no other one refuses."""
+    raise AssertionError(error)

@@ -75,19 +75,11 @@ class Office:
         voting, root = self._parts.voting, self._parts.context.settings.models_root
         async with open_flat_nursery() as nursery:
             nursery.start_soon(partial(trio.to_thread.run_sync, sweep_removed, root, abandon_on_cancel=True))
-            nursery.start_soon(self._watch_removal)
             while True:
                 if voting.coordinates:
                     await self._coordinate(voting.term)
                 else:
                     await self._follow(voting.coordinator)
-
-    async def _watch_removal(self) -> None:
-        """A voter that was removed while it was away would wait for the others for ever, and nobody would know why."""
-        voting = self._parts.voting
-        while voting.removed is None:
-            await voting.changed()
-        self._parts.context.say_removed(voting.removed)
 
     def serves(self, kind: str) -> bool:
         """Whether a coordinator's channel is served here now: of a node that follows, the files of its catalogue."""

@@ -227,23 +227,16 @@ class Restoring:
             self._nursery.start_soon(self._look_and_load, due.model)
 
     async def _look_and_load(self, model: ModelId) -> None:
-        refused: Exception | None = None
         try:
             await self._look(model)
-        except (SwarmError, OSError) as error:
-            refused = error
-        if model not in self._looking:
-            return  # somebody has begun to load it meanwhile, or wants it no more
-        self._looking.discard(model)
-        wanted = self._wanted[model]
-        if refused is None:
-            try:
+            if model in self._looking:  # else somebody has begun to load it meanwhile, or wants it no more
+                wanted = self._wanted[model]
                 self._load(model, replace(wanted.options, prefer=wanted.nodes))
-            except (SwarmError, OSError) as error:
-                refused = error
-        if refused is not None:
-            self._driver.feed(NoPlace(model))
-            self._wait(model, wanted, str(refused))
+        except (SwarmError, OSError) as error:
+            if model in self._looking:
+                self._looking.discard(model)
+                self._driver.feed(NoPlace(model))
+                self._wait(model, self._wanted[model], str(error))
 
     def _wait(self, model: ModelId, wanted: _Wanted, waits_for: str) -> None:
         wanted.waits_for = waits_for

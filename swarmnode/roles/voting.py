@@ -79,23 +79,23 @@ class Voting:
         ballot: Ballot,
         ways: Callable[[NodeId, Sequence[str]], Sequence[Way[Channel]]],
         places_in: Callable[[bytes], Mapping[NodeId, tuple[str, ...]]],
+        removed: Callable[[NodeRemoved], None],
         *,
         begins: bool,
         clock: Callable[[], float] = boot_s,
     ) -> None:
         """`begins`: where nothing is kept yet, a swarm begins with this node as its only voter. `places_in` reads from
-        a document where its voters, and those that may become one, are reached."""
+        a document where its voters, and those that may become one, are reached. `removed` hears where another voter
+        refuses this node for good: it would wait for the others for ever, and nobody would know why."""
         self.node = node
         self._ballot = ballot
         self._clock = clock
         self._places_in = places_in
         stored = ballot.read((node,) if begins else ())
         self._election = Election(node, stored, clock(), random.Random().random)
-        self._links = VoterLinks(ways, self._arrived, self._refused)
+        self._links = VoterLinks(ways, self._arrived, removed)
         self.callers: dict[NodeId, Caller] = {}
         """The nodes that may coordinate, too, and have dialled this one; a voter that moved is known by it alone."""
-        self.removed: NodeRemoved | None = None
-        """What another voter refused this one with: it was removed from the swarm."""
         self._one_at_a_time = trio.Lock()
         self._changed = trio.Event()
         self._seated: frozenset[NodeId] = frozenset()
@@ -204,10 +204,6 @@ class Voting:
             if self.callers.get(hello.identity.node) is caller:
                 del self.callers[hello.identity.node]
 
-    def _refused(self, error: NodeRemoved) -> None:
-        self.removed = error
-        self._tell_changed()
-
     async def _arrived(self, sender: NodeId, message: VoterMessage) -> None:
         with suppress(NoSpace):  # then it is not answered, as if it were lost
             await self._carry_out(Arrived(sender, message))
@@ -227,12 +223,9 @@ class Voting:
                     raise NoSpace(f"the swarm's document cannot be written: {error}") from error
                 events = self._election.events()
                 self._follow_document()
-                self._tell_changed()
+                self._changed.set()
+                self._changed = trio.Event()
         return events
-
-    def _tell_changed(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
 
     async def _give(self, message: ElectionInput | None) -> None:
         if message is None:

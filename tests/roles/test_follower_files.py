@@ -75,7 +75,6 @@ class House:
         tls = node.tls()
         entry = SimpleNamespace(document=self.document.encode(), voters=(self.new.node, node.node))
         voting = SimpleNamespace(
-            removed=None,
             node=node.node,
             coordinates=False,
             coordinator=self.new.node,

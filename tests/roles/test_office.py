@@ -24,7 +24,6 @@ class Voter:
     """What an office asks of its voting, where others coordinate by turns."""
 
     coordinates = False
-    removed = None
 
     def __init__(self, document: bytes) -> None:
         self.entry = SimpleNamespace(document=document)

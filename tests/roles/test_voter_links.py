@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from contexts import never_removed
 
 from swarmnode.cluster.election import HEARTBEAT_S, QUORUM_S
 from swarmnode.cluster.election_messages import Append, Appended, Part
@@ -44,7 +45,7 @@ class Other:
         self.late_s = 0.0
         self.good_from = 0
         self.answered = 0
-        self.links = VoterLinks(self._ways, self._take, _unexpected)
+        self.links = VoterLinks(self._ways, self._take, never_removed)
 
     def cut(self) -> None:
         self.good_from = len(self.came_s)
@@ -76,10 +77,6 @@ class Other:
         for _ in range(times):
             self.links.post(B, HEARTBEAT)
             await trio.sleep(HEARTBEAT_S)
-
-
-def _unexpected(error: NodeRemoved) -> None:
-    raise AssertionError(error)
 
 
 @asynccontextmanager

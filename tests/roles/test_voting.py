@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+from contexts import never_removed
 
 from swarmnode.cluster.election import ELECTION_MAX_S, QUORUM_S
 from swarmnode.cluster.node_book import NodeRecord
@@ -66,6 +67,7 @@ class Machine:
             ballot,
             self._ways,
             lambda document: PLACES if document else {},
+            never_removed,
             begins=self.node == A,
             clock=lambda: trio.current_time() + self.asleep_s,
         )
@@ -250,7 +252,7 @@ async def test_a_coordinator_that_slept_is_none_before_it_does_anything(
 
 def test_a_voters_clock_goes_on_while_its_machine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unused: Any = None
-    voting = Voting(A, Ballot(tmp_path / "a.json"), unused, lambda _: {}, begins=True)
+    voting = Voting(A, Ballot(tmp_path / "a.json"), unused, lambda _: {}, never_removed, begins=True)
     clocks = {time.CLOCK_BOOTTIME: 3600.0}
     monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
     assert voting._clock() == 3600.0
