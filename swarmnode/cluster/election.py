@@ -28,6 +28,7 @@ from swarmnode.cluster.election_messages import (
     ForceAlone,
     Learners,
     Mark,
+    Part,
     Persist,
     ProposalRefused,
     Propose,
@@ -378,18 +379,22 @@ class Election:
     def _send_heartbeats(self, now: float) -> None:
         self._heartbeat_s = now + HEARTBEAT_S
         for node in self._receivers:
-            self._outbound_to(node)
-            self._beat(node, now)
+            self._beat(node, self._next_part(node, now))
 
     def _send_parts(self, now: float) -> None:
         """To whom one is due, voters first, while there is room on the line."""
         for node in self._receivers:
-            outbound = self._outbound_to(node)
-            if outbound is not None and outbound.is_due and self._has_room(now):
-                self._beat(node, now)
+            if (part := self._next_part(node, now)) is not None:
+                self._beat(node, part)
 
-    def _has_room(self, now: float) -> bool:
-        return sum(outbound.is_under_way(now) for outbound in self._outbound.values()) < self.max_under_way
+    def _next_part(self, node: NodeId, now: float) -> Part | None:
+        """That is due there, if there is room on the line; the next beat carries it, and its answer tells where to go
+        on."""
+        outbound = self._outbound_to(node)
+        if outbound is None or not outbound.is_due:
+            return None
+        under_way = sum(other.is_under_way(now) for other in self._outbound.values())
+        return outbound.send(self._beats + 1, self.part_bytes, now) if under_way < self.max_under_way else None
 
     def _drop_others(self) -> None:
         """What is under way to nodes that are given nothing any more: one that comes back is given what is new then."""
@@ -410,13 +415,9 @@ class Election:
                 outbound.replace(self.entry)
         return outbound
 
-    def _beat(self, node: NodeId, now: float) -> None:
-        """With the part that is due there, if there is room on the line; the answer tells where to go on."""
+    def _beat(self, node: NodeId, part: Part | None) -> None:
         self._beats += 1
         outbound = self._outbound.get(node)
-        part = None
-        if outbound is not None and outbound.is_due and self._has_room(now):
-            part = outbound.send(self._beats, self.part_bytes, now)
         mark = self.entry.mark if outbound is None else outbound.entry.mark
         self._send(node, Append(self.term, mark, self.committed, part, self._beats))
 

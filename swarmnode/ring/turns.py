@@ -57,7 +57,7 @@ class Turns:
 
     def piece_is_next(self, step_waits: bool, now: float) -> bool:
         """Whether a piece that waits goes before the steps that wait, and those that are to come."""
-        if self._in_slot and self._slot_is_new:
+        if self._slot_is_new:
             return True
         return not step_waits and self.held_until_s(now) <= now
 
@@ -81,7 +81,7 @@ class Turns:
         self._slot_is_new = False
 
     def step_begins(self) -> None:
-        self._in_slot = False
+        self._in_slot = self._slot_is_new = False
 
     def step_ended(self, *, slot: bool) -> None:
         """`slot`: with it a round has ended."""
