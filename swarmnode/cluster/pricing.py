@@ -28,11 +28,13 @@ HEADROOM = 1.2
 WORKER_BYTES = 380 << 20
 """What a stage worker takes beside weights: interpreter, torch, transformers, what a load leaves (measured on CPU, as
 resident memory)."""
-KERNELS_BYTES = 100 << 20
-"""What a worker takes that compiles its kernels, most of it LLVM's own code; one without llvmlite takes it not."""
+KERNELS_BYTES = 80 << 20
+"""What a worker on a CPU takes that compiles its kernels, most of it LLVM's own code; one without llvmlite takes it
+not."""
 BITSANDBYTES_BYTES = 40 << 20
 """What the library adds to a worker that quantizes with it. torchao adds nothing: transformers imports it anyway."""
 _LIBRARY_BYTES = {
+    NONE: KERNELS_BYTES,
     NF4: BITSANDBYTES_BYTES,
     BNB_INT8: BITSANDBYTES_BYTES,
     INT8: KERNELS_BYTES,

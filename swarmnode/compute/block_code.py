@@ -1,4 +1,4 @@
-"""The LLVM code of one block's decode step of a few rows, from its input to its result, and the whole module's text."""
+"""The LLVM code of one block's decode step of a few rows, from its input to its result."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from llvmlite import ir
 
 from swarmnode.compute.attention_code import write_attention
 from swarmnode.compute.block_layout import BLOCK_SLOTS, STEP_SLOTS
-from swarmnode.compute.integer_code import write_products
-from swarmnode.compute.integer_kernels import PLAIN, PREPARED
-from swarmnode.compute.llvm_code import F32, I32, I64, POINTER, VOID, Library, Record
+from swarmnode.compute.cpu_kernels import PLAIN, PREPARED
+from swarmnode.compute.llvm_code import F32, I32, I64, NUMBERS, POINTER, Library, Record
+from swarmnode.compute.product_code import ENTRY
 
 if TYPE_CHECKING:
     from swarmnode.compute.llvm_code import Value
 
-_ENTRY = ir.FunctionType(VOID, [POINTER] * 7 + [I64] * 2 + [F32, I32, I32])
-"""As `write_products` says."""
 
-
-def write_module() -> str:
-    """The products' functions, and block(block, step): records of BLOCK_SLOTS and STEP_SLOTS."""
-    module = ir.Module("few_rows")
-    library = Library(module)
-    write_products(library)
-    _write_block(library, write_attention(library))
-    return str(module)
+def write_block(dtype: str) -> str:
+    """A module of block(block, step): records of BLOCK_SLOTS and STEP_SLOTS, for rows in `dtype`, one of KINDS."""
+    library = Library(ir.Module("block"))
+    _write_block(library, write_attention(library, NUMBERS[dtype]))
+    return str(library.module)
 
 
 def _write_block(library: Library, attend: Any) -> None:
@@ -44,7 +39,7 @@ def _write_block(library: Library, attend: Any) -> None:
         sizes = block(f"{name}_tiles"), block(f"{name}_groups")
         way, threads = I32(PREPARED.index(prepared)), step("threads", I32)
         arguments = [x, out, weights, beside, bias, residual, gain, *sizes, eps, way, threads]
-        b.call(b.bitcast(entry, _ENTRY.as_pointer()), arguments)
+        b.call(b.bitcast(entry, ENTRY.as_pointer()), arguments)
 
     multiply("qkv", rows, qkv, "normed", "input")
     b.call(attend, function.args)

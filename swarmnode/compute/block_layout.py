@@ -16,8 +16,9 @@ BLOCK_SLOTS = (
 """Of a block. A window of 0 is none; gains are float32, those of queries and keys may be null; `scaling` and eps are
 float32 in the slot's lower half."""
 STEP_SLOTS = ("rows", "qkv", "queries", "attended", "gate_up", "cos", "sin", "sessions", "count", "threads")
-"""Of one step through one block, of `count` rows. In bfloat16: `rows` (count, hidden), which become the block's result;
-room for `qkv`, `attended` and `gate_up`; `cos` and `sin` (count, head_dim), the sine signed as a RotaryTable's. In
-float32 room for `queries`. `sessions`: a record of SESSION_SLOTS for each row."""
+"""Of one step through one block, of `count` rows. In the block's dtype: `rows` (count, hidden), which become its
+result; room for `qkv`, `attended` and `gate_up`; `cos` and `sin` (count, head_dim), the sine signed as a RotaryTable's.
+In float32 room for `queries`. `sessions`: a record of SESSION_SLOTS for each row."""
 SESSION_SLOTS = ("keys", "values", "capacity", "length")
-"""Of a row's session: its buffers, (kv_heads, capacity, head_dim) in bfloat16, and how many positions they hold."""
+"""Of a row's session: its buffers, (kv_heads, capacity, head_dim) in the block's dtype, and how many positions they
+hold."""

@@ -11,23 +11,42 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from swarmnode.compute.block_layout import BLOCK_SLOTS, MATRIX_NAMES, SESSION_SLOTS, STEP_SLOTS
-from swarmnode.compute.integer_kernels import MAX_ROWS, integer_kernels, plain_bfloat16
+from swarmnode.compute.cpu_kernels import KINDS, MAX_ROWS, cpu_kernels, readable
 from swarmnode.errors import StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from swarmnode.compute.integer_kernels import IntegerKernels
+    from swarmnode.compute.cpu_kernels import CpuKernels
     from swarmnode.compute.kv_cache import SessionCache
-    from swarmnode.compute.tiled_projections import TiledProjection
 
 _HEAD_MULTIPLE = 16
 """Head sizes that the code reads whole."""
+
+
+class CompiledMatrix(Protocol):
+    """A weight of which the compiled kernels multiply few rows."""
+
+    many_rows: int
+    """From so many on another way is faster."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def inputs(self) -> int: ...
+
+    def slots(self) -> dict[str, int]:
+        """By MATRIX_SLOTS; raises ValueError for what the code would misread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +61,10 @@ class Gain:
 class BlockParts:
     """All that a compiled block computes with. `query_gain` and `key_gain` norm each head."""
 
-    qkv: TiledProjection
-    o: TiledProjection
-    gate_up: TiledProjection
-    down: TiledProjection
+    qkv: CompiledMatrix
+    o: CompiledMatrix
+    gate_up: CompiledMatrix
+    down: CompiledMatrix
     heads: int
     kv_heads: int
     head_dim: int
@@ -58,8 +77,13 @@ class BlockParts:
     key_gain: Gain | None
 
     @property
-    def matrices(self) -> tuple[TiledProjection, ...]:
+    def matrices(self) -> tuple[CompiledMatrix, ...]:
         return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, keys and values."""
+        return self.qkv.dtype
 
     def fits(self) -> bool:
         """Whether the code reads and writes what is there and no more: it trusts every size."""
@@ -77,7 +101,8 @@ class BlockParts:
             and self.kv_heads > 0
             and self.heads % self.kv_heads == 0
             and all((m.outputs, m.inputs) == size for m, size in zip(self.matrices, sizes, strict=True))
-            and all(gain.weight.shape == (size,) and _plain_float(gain.weight) for gain, size in gains)
+            and all(matrix.dtype == self.dtype for matrix in self.matrices)
+            and all(gain.weight.shape == (size,) and readable(gain.weight, torch.float32) for gain, size in gains)
         )
 
     def record(self) -> list[int]:
@@ -96,13 +121,13 @@ class BlockParts:
 class CompiledStep:
     """Blocks of one shape, in order. Takes any number of rows, MAX_ROWS at a time."""
 
-    def __init__(self, kernels: IntegerKernels, blocks: Sequence[BlockParts]) -> None:
+    def __init__(self, kernels: CpuKernels, blocks: Sequence[BlockParts]) -> None:
         first = blocks[0]
         self._held = kernels, tuple(blocks)
-        self._call = kernels.block
+        self._call, self._dtype, self._dtype_name = kernels.block, kernels.dtype, kernels.dtype_name
         self._records = [(ctypes.c_int64 * len(BLOCK_SLOTS))(*block.record()) for block in blocks]
         self._hidden, self._head_dim = first.qkv.inputs, first.head_dim
-        self._position = torch.empty((1, first.kv_heads, 1, first.head_dim), dtype=torch.bfloat16)
+        self._position = torch.empty((1, first.kv_heads, 1, first.head_dim), dtype=first.dtype)
         self._widths = first.qkv.outputs, first.o.inputs, first.gate_up.outputs
         self.many_rows = min(matrix.many_rows for block in blocks for matrix in block.matrices)
         """From so many on some matrix is multiplied faster in another way."""
@@ -124,16 +149,16 @@ class CompiledStep:
         return out
 
     def _check(self, rows: torch.Tensor, rotations: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int) -> None:
-        fits = rows.shape == (count, 1, self._hidden) and rows.dtype == torch.bfloat16 and rows.is_cpu
+        fits = rows.shape == (count, 1, self._hidden) and rows.dtype == self._dtype and rows.is_cpu
         tables = {id(table): table for rotation in rotations for table in rotation}.values()
         if not (
             fits
             and len(rotations) == len(self._records)
-            and all(table.shape == (count, 1, 1, self._head_dim) and plain_bfloat16(table) for table in tables)
+            and all(table.shape == (count, 1, 1, self._head_dim) and readable(table, self._dtype) for table in tables)
         ):
             raise StageFailed(
                 f"a step of {count} sessions got rows {list(rows.shape)} {rows.dtype} and {len(rotations)} rotations: "
-                f"the compiled blocks take bfloat16 rows of {self._hidden} and heads of {self._head_dim}"
+                f"the compiled blocks take {self._dtype_name} rows of {self._hidden} and heads of {self._head_dim}"
             )
 
     def _run_few(
@@ -144,15 +169,15 @@ class CompiledStep:
     ) -> None:
         """In place."""
         count, (qkv, attended, gate_up) = len(caches), self._widths
-        room = torch.empty(count * (qkv + attended + gate_up), dtype=torch.bfloat16)
+        room = torch.empty(count * (qkv + attended + gate_up), dtype=self._dtype)
         queries = torch.empty(count * attended, dtype=torch.float32)
         sessions = (ctypes.c_int64 * (len(SESSION_SLOTS) * count))()
         address = room.data_ptr()
         slots = {
             "rows": rows.data_ptr(),
             "qkv": address,
-            "attended": address + 2 * count * qkv,
-            "gate_up": address + 2 * count * (qkv + attended),
+            "attended": address + room.itemsize * count * qkv,
+            "gate_up": address + room.itemsize * count * (qkv + attended),
             "queries": queries.data_ptr(),
             "sessions": ctypes.addressof(sessions),
             "count": count,
@@ -168,15 +193,13 @@ class CompiledStep:
 
 def compiled_step(blocks: Sequence[BlockParts | None]) -> CompiledStep | None:
     """None where some block is not what the code computes, or not of the others' shape."""
-    kernels, found = integer_kernels(), [block for block in blocks if block is not None and block.fits()]
-    if kernels is None or not found or len(found) != len(blocks):
+    found = [block for block in blocks if block is not None and block.fits()]
+    if not found or len(found) != len(blocks):
         return None
-    shapes = {(b.qkv.inputs, b.heads, b.kv_heads, b.head_dim, b.down.inputs) for b in found}
-    return CompiledStep(kernels, found) if len(shapes) == 1 else None
-
-
-def _plain_float(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+    shapes = {(b.dtype, b.qkv.inputs, b.heads, b.kv_heads, b.head_dim, b.down.inputs) for b in found}
+    dtype = str(found[0].dtype).removeprefix("torch.")
+    kernels = cpu_kernels(dtype) if dtype in KINDS else None
+    return CompiledStep(kernels, found) if kernels is not None and len(shapes) == 1 else None
 
 
 def _bits(number: float) -> int:

@@ -10,10 +10,11 @@ rows, and faster than the one-row kernel does; what they give is equal to roundi
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from swarmnode.compute.compiled_dense import CompiledDense
 from swarmnode.compute.projections import MEASURED_ELEMENTS, DenseProjection, Way, timed
 
 if TYPE_CHECKING:
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.projections import Projection
 
+_Way = TypeVar("_Way")
+
 WAYS = (
     *(Way(rows, turned=False) for rows in range(1, 9)),
     *(Way(rows, turned=True) for rows in (2, 3, 4, 8)),
 )
 """One row alone may go beside a row of zeros too: turned, a large weight is read faster than by a row's own kernel."""
+_COMPARED = (1, 2, 4, 8, 16, 32)
+"""Row counts of the compiled kernels beside torch's."""
 PAYS = 0.9
 """Of the cost of the plain way: less would be the noise of a busy machine."""
 _ROUNDS = 3
@@ -42,13 +47,34 @@ def hasten_few_rows(projections: Iterable[Projection]) -> None:
         if isinstance(projection, DenseProjection) and projection.weight.device.type == "cpu":
             out, inputs = projection.weight.shape
             alike.setdefault((projection.weight.dtype, out, inputs), []).append(projection)
-    for (dtype, out, inputs), group in alike.items():
+    for (_, out, inputs), group in alike.items():
         if out * inputs >= MEASURED_ELEMENTS:
-            probe = torch.zeros((max(way.rows for way in WAYS), inputs), dtype=dtype)
-            turns = group[: max(1, _ENOUGH_BYTES // group[0].weight.nbytes)]
-            ways = best_ways(measured(lambda way, p=probe, t=turns: _multiply(t, p, way)))  # type: ignore[misc]
-            for each in group:
-                each.take_ways(ways)
+            _hasten_alike(group)
+
+
+def _hasten_alike(group: Sequence[DenseProjection]) -> None:
+    """Those of one shape and dtype."""
+    turns = group[: max(1, _ENOUGH_BYTES // group[0].weight.nbytes)]
+    compiled = [each for each in group if isinstance(each, CompiledDense)]
+    if compiled:
+        many_rows = crossover([each for each in turns if isinstance(each, CompiledDense)])
+        for projection in compiled:
+            projection.many_rows = many_rows
+        return
+    probe = torch.zeros((max(way.rows for way in WAYS), group[0].inputs), dtype=group[0].weight.dtype)
+    ways = best_ways(measured(lambda way: _multiply(turns, probe, way), WAYS))
+    for each in group:
+        each.take_ways(ways)
+
+
+def crossover(turns: Sequence[CompiledDense]) -> int:
+    """The row count from which torch's products are faster than the compiled ones."""
+    probe = torch.zeros((max(_COMPARED), turns[0].inputs), dtype=turns[0].dtype)
+    for rows in _COMPARED:
+        costs = measured(lambda own, part=probe[:rows]: _take_turns(turns, part, own), (True, False))  # type: ignore[misc]
+        if costs[False] < costs[True] * PAYS:
+            return rows
+    return 2 * max(_COMPARED)
 
 
 def best_ways(costs: Mapping[Way, float]) -> dict[int, Way]:
@@ -63,16 +89,21 @@ def best_ways(costs: Mapping[Way, float]) -> dict[int, Way]:
     return found
 
 
-def measured(multiply: Callable[[Way], object]) -> dict[Way, float]:
+def measured(multiply: Callable[[_Way], object], ways: Sequence[_Way]) -> dict[_Way, float]:
     """Seconds by way: the least of a few rounds in turn, so that a busy moment spoils no single one."""
     begun_s = time.perf_counter()
-    multiply(WAYS[0])
-    costs = {way: timed(multiply, way) for way in WAYS}
+    multiply(ways[0])
+    costs = {way: timed(multiply, way) for way in ways}
     for _ in range(_ROUNDS - 1):
         if time.perf_counter() - begun_s > _MEASURE_S:
             break
         costs = {way: min(cost, timed(multiply, way)) for way, cost in costs.items()}
     return costs
+
+
+def _take_turns(turns: Sequence[CompiledDense], rows: torch.Tensor, own: bool) -> None:
+    for projection in turns:
+        projection.few(rows) if own else projection.many(rows)
 
 
 def _multiply(turns: Sequence[DenseProjection], probe: torch.Tensor, way: Way) -> None:

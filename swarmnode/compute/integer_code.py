@@ -11,8 +11,7 @@ group's 31 others are coarse, and no further ones. Weights lie tile by tile, so 
   halves its first 16 codes, the high halves the next, as signed numbers; (out / TILE, TILE, PADDED groups) bfloat16
   zeros apart.
 
-Rows may be made on the way in (PREPARED) and added to on the way out, so that nothing between two products of a block
-takes a pass of its own. OpenMP's team is torch's own, asked for by the functions that a compiler's code would call.
+Rows are made on the way in and added to on the way out, see `product_code.py`.
 """
 
 from __future__ import annotations
@@ -23,37 +22,35 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
-from swarmnode.compute.integer_kernels import KINDS, MAX_ROWS, PADDED, PLAIN, PREPARED, TILE
+from swarmnode.compute.cpu_kernels import MAX_ROWS, PADDED, PREPARED, TILE
 from swarmnode.compute.llvm_code import (
     BFLOATS,
     F32,
     FLOATS,
     HALVES,
     I8,
-    I16,
     I32,
     I64,
     INTS,
     LANES,
+    NUMBERS,
     POINTER,
+    Library,
     across,
     at,
     floats,
     load,
     loop,
-    rounded,
     splat,
     store,
-    where_given,
-    widened,
-    widened_one,
 )
+from swarmnode.compute.product_code import ENTRY, call_prepared, row_reader, store_number
 from swarmnode.compute.projections import GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from swarmnode.compute.llvm_code import Library, Value
+    from swarmnode.compute.llvm_code import Value
 
 _AT_ONCE = {
     "int8": {1: 4, 2: 4, 3: 2, 4: 2},
@@ -65,27 +62,18 @@ four, two more registers hold scales, and codes are dear to take apart, so one o
 _POINTERS = 8
 """Of what an entry hands to its part: out, weights, beside, bias, residual, codes, sums, scales."""
 _LIMIT = 32767.0
+_ROWS = NUMBERS["bfloat16"]
 _SMALLEST = 1e-30
 """A group below this is one of zeros: its inverse would not be a number."""
 
 
-_BFLOAT_GROUP = 2 * GROUP
-"""Bytes of a group of a row."""
-
-
-def write_products(library: Library) -> None:
-    """Functions `int8_R` and `int4_R` for R of 1 to MAX_ROWS rows: (x, out, weights, scales or zeros, bias, residual,
-    gain, tiles, groups, eps, prepared, threads).
-
-    x and out in bfloat16, (R, groups * GROUP) and (R, tiles * TILE). What `x` is, is said by PREPARED's number
-    `prepared`: `plain` rows; rows to be `normed`, with a `gain` for each input in float32; or `gated` ones, twice as
-    wide: silu of the first half times the second. `bias` (tiles * TILE) and `residual`, of out's shape and maybe out
-    itself, are added where they are not null.
-    """
+def write_integer_products(kind: str) -> str:
+    """A module of functions `int8_R` or `int4_R`, as ENTRY: x and out in bfloat16, `beside` scales or zeros."""
+    library = Library(ir.Module(kind))
     quantize = {name: _write_quantize(library, name) for name in PREPARED}
-    for kind in KINDS:
-        for rows in range(1, MAX_ROWS + 1):
-            _write_entry(library, f"{kind}_{rows}", rows, quantize, _write_part(library, kind, rows))
+    for rows in range(1, MAX_ROWS + 1):
+        _write_entry(library, f"{kind}_{rows}", rows, quantize, _write_part(library, kind, rows))
+    return str(library.module)
 
 
 def _write_quantize(library: Library, prepared: str) -> Any:
@@ -93,12 +81,10 @@ def _write_quantize(library: Library, prepared: str) -> Any:
     GROUP), the sums of each group's, scaled, as (rows, PADDED groups) floats, the scales as (groups, rows) floats."""
     function, b = library.function(f"quantize_{prepared}", *[POINTER] * 5, *[I64] * 2, F32)
     x, codes, sums, scales, gain, rows, groups, eps = function.args
-    width = b.mul(groups, I64(2 if prepared == "gated" else 1))
 
     def of_row(row: Value, _: Sequence[Value]) -> None:
-        source = at(b, x, b.mul(row, width), _BFLOAT_GROUP)
         own_sums = at(b, sums, b.mul(row, _padded(b, groups)), 4)
-        read = _reader(library, b, prepared, source, gain, groups, eps)
+        read = row_reader(library, b, _ROWS, prepared, x, row, gain, groups, eps)
 
         def of_group(group: Value, _: Sequence[Value]) -> None:
             place = b.add(b.mul(group, rows), row)
@@ -115,43 +101,6 @@ def _write_quantize(library: Library, prepared: str) -> Any:
     loop(b, I64(0), rows, 1, of_row)
     b.ret_void()
     return function
-
-
-def _reader(
-    library: Library, b: Any, prepared: str, row: Value, gain: Value, groups: Value, eps: Value
-) -> Callable[[Value], list[Value]]:
-    """Gives a group's floats, as they are to be multiplied."""
-    if prepared == PLAIN:
-        return lambda group: _group_floats(b, row, group)
-    if prepared == "gated":
-        up = at(b, row, groups, _BFLOAT_GROUP)
-        return lambda group: [
-            b.fdiv(b.fmul(gate, factor), b.fadd(floats(1.0), library.exp(b, b.fneg(gate))))
-            for gate, factor in zip(_group_floats(b, row, group), _group_floats(b, up, group), strict=True)
-        ]
-
-    def add_squares(group: Value, sums: Sequence[Value]) -> list[Value]:
-        parts = _group_floats(b, row, group)
-        return [b.call(library.fma, [part, part, old]) for part, old in zip(parts, sums, strict=True)]
-
-    zero = FLOATS(None)
-    one, two, three, four = loop(b, I64(0), groups, 1, add_squares, [zero] * (GROUP // LANES))
-    squares = b.fadd(b.fadd(one, two), b.fadd(three, four))
-    inverse = library.inverse_norm(b, squares, b.mul(groups, I64(GROUP)), eps)
-
-    def normed(group: Value) -> list[Value]:
-        gains = at(b, gain, group, 4 * GROUP)
-        return [
-            b.fmul(b.fmul(part, inverse), load(b, gains, 4 * LANES * n, FLOATS))
-            for n, part in enumerate(_group_floats(b, row, group))
-        ]
-
-    return normed
-
-
-def _group_floats(b: Any, row: Value, group: Value) -> list[Value]:
-    place = at(b, row, group, _BFLOAT_GROUP)
-    return [widened(b, load(b, place, 2 * LANES * n, BFLOATS)) for n in range(GROUP // LANES)]
 
 
 def _encode_group(library: Library, b: Any, parts: Sequence[Value], target: Value) -> tuple[Value, Value]:
@@ -270,7 +219,7 @@ class _Part:
             found = list(old)
             for n, lane in enumerate(lanes):
                 place = b.mul(b.add(b.mul(padded, I64(lane)), group), I64(2))
-                own = widened(b, load(b, zeros, place, BFLOATS))
+                own = _ROWS.eight(b, zeros, place)
                 for m, row in enumerate(rows):
                     place = b.mul(b.add(b.mul(padded, I64(row)), group), I64(4))
                     which = n * len(rows) + m
@@ -285,31 +234,19 @@ class _Part:
         column = b.add(b.mul(tile, I64(TILE)), I64(lane))
         value = across(b, total, b.fadd)
         if self.kind == "int8":
-            value = b.fmul(value, self._number(self.beside, column))
-        place = b.add(b.mul(b.mul(self.tiles, I64(TILE)), I64(row)), column)
-        for added, index in ((self.bias, column), (self.residual, place)):
-            value = self._plus(value, added, index)
-        store(b, rounded(b, value), self.out, b.mul(place, I64(2)))
-
-    def _plus(self, value: Value, added: Value, index: Value) -> Value:
-        """With the number at `index` of `added`, where there is such."""
-        (value,) = where_given(self.b, added, [value], lambda: [self.b.fadd(value, self._number(added, index))])
-        return value
-
-    def _number(self, pointer: Value, index: Value) -> Value:
-        return widened_one(self.b, load(self.b, pointer, self.b.mul(index, I64(2)), I16))
+            value = b.fmul(value, _ROWS.one(b, at(b, self.beside, column, _ROWS.size)))
+        outputs = b.mul(self.tiles, I64(TILE))
+        store_number(b, _ROWS, value, self.out, self.bias, self.residual, I64(row), column, outputs)
 
 
 def _write_entry(library: Library, name: str, rows: int, quantize: Mapping[str, Any], part: Any) -> None:
-    function, b = library.function(name, *[POINTER] * 7, *[I64] * 2, F32, I32, I32, internal=False)
+    function, b = library.function(name, *ENTRY.args, internal=False)
     x, out, weights, beside, bias, residual, gain, tiles, groups, eps, prepared, threads = function.args
     codes = b.alloca(I8, b.mul(groups, I64(2 * GROUP * rows)))
     codes.align = 64
     sums = b.alloca(I8, b.mul(_padded(b, groups), I64(4 * rows)))
     scales = b.alloca(I8, b.mul(groups, I64(4 * rows)))
-    for number, way in enumerate(PREPARED):
-        with b.if_then(b.icmp_signed("==", prepared, I32(number))):
-            b.call(quantize[way], [x, codes, sums, scales, gain, I64(rows), groups, eps])
+    call_prepared(b, prepared, quantize, [x, codes, sums, scales, gain, I64(rows), groups, eps])
     fields = (out, weights, beside, bias, residual, codes, sums, scales, tiles, groups)
     library.run(b, part, fields, threads)
     b.ret_void()

@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, silu
 from swarmnode.cluster.quantization import INT4_CARD
 from swarmnode.compute.attention import attend
 from swarmnode.compute.card_projection import on_card
+from swarmnode.compute.compiled_dense import CompiledDense, dense
 from swarmnode.compute.compiled_step import BlockParts, Gain
 from swarmnode.compute.projections import DenseProjection
 from swarmnode.compute.tiled_projections import TiledProjection, packed
@@ -185,10 +186,10 @@ class LeanBlock:
             self._bind([packed(method, weight, bias, blocks.get(name, ())) for name, (weight, bias) in named])
             self._matrices = ()
             return
-        dense = [DenseProjection(weight, bias) for weight, bias in self._matrices]
-        for projection in dense:
-            projection.measure()
-        self._bind(dense)
+        products = [dense(weight, bias) for weight, bias in self._matrices]
+        for product in products:
+            product.measure()
+        self._bind(products)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -206,7 +207,7 @@ class LeanBlock:
     def parts(self) -> BlockParts | None:
         """What a compiled step computes with; None where it would compute something else. It knows neither norms behind
         attention and MLP, nor other gates than silu, nor changed scores; a mode that was asked for is torch's."""
-        products = [each for each in self.projections if isinstance(each, TiledProjection)]
+        products = [each for each in self.projections if isinstance(each, TiledProjection | CompiledDense)]
         settings = self.settings
         sandwich = self._attention_norm is not None or self._output_norm is not None
         if len(products) != len(MATRICES) or sandwich or self._activation is not silu:

@@ -18,13 +18,13 @@ import torch
 from swarmnode.catalog.slices import layer_of
 from swarmnode.cluster.quantization import HEAD_BYTES_PER_PARAM
 from swarmnode.compute.attention import attention_mode
+from swarmnode.compute.compiled_dense import dense
 from swarmnode.compute.compiled_step import compiled_step
 from swarmnode.compute.few_rows import hasten_few_rows
 from swarmnode.compute.kv_cache import SessionCache, StepCache
 from swarmnode.compute.lean_block import MATRICES, LeanBlock, Norm, NotLean, fused_room, rows_of
 from swarmnode.compute.lean_decoder import LeanDecoder, LeanTail, RotaryTable, signed
 from swarmnode.compute.one_layer import drive_layer, family_logits, see_entry, see_head
-from swarmnode.compute.projections import DenseProjection
 from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import KernelsFailed, StageFailed
 
@@ -148,14 +148,14 @@ class LeanBuilder:
             return lambda rows: _family_logits(model, rows)
         weight, bias = model.outer.lm_head.weight, model.outer.lm_head.bias
         if self._method not in HEAD_BYTES_PER_PARAM:
-            dense = DenseProjection(weight, bias)
-            dense.measure()
-            return LeanTail(norm, dense)
+            head = dense(weight, bias)
+            head.measure()
+            return LeanTail(norm, head)
         with self._packing():
-            head = packed(HEAD_METHOD, weight if stored is None else stored, bias)
+            packed_head = packed(HEAD_METHOD, weight if stored is None else stored, bias)
         if stored is not None:
             model.outer.lm_head.to("meta")
-        return LeanTail(norm, head)
+        return LeanTail(norm, packed_head)
 
     def _complete(self, layer: int) -> None:
         model, fused = self._model, self._fused.pop(layer)
@@ -233,9 +233,9 @@ def _prove(model: StageModel, layer: int, fused: FusedWeights, mode: str) -> Lea
 
 def _use_compiled(model: StageModel, decoder: LeanDecoder) -> None:
     """Let compiled code take steps of few rows, where it knows all of the blocks and reproduced each of them."""
-    if model.dtype != torch.bfloat16:
-        return
     parts = [block.parts() for block in decoder.blocks]
+    if any(part is None or part.dtype != model.dtype for part in parts):
+        return
     try:
         step = compiled_step(parts)
         if step is not None:

@@ -1,4 +1,6 @@
-"""What the modules that write LLVM code for x86 CPUs with AVX2 share: types, loops, loads and stores, bfloat16, exp.
+"""What the modules that write LLVM code for x86 CPUs with AVX2 share: types, loops, loads and stores, exp.
+
+`Numbers` is how rows, keys and values lie in memory, in bfloat16 or in float32; all is computed in float32.
 
 Whatever is called on a builder here is code that is written, in the order in which it is to run: LLVM's optimizer does
 not pass over it. A vector has LANES numbers of 32 bits.
@@ -6,12 +8,13 @@ not pass over it. A vector has LANES numbers of 32 bits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     Value = Any
     """llvmlite is untyped: a value of the code that is written, not a number."""
@@ -45,6 +48,7 @@ class Library:
         self.magnitude = declare("llvm.fabs.v8f32", FLOATS, FLOATS)
         self.fma = declare("llvm.fma.v8f32", FLOATS, FLOATS, FLOATS, FLOATS)
         self.root = declare("llvm.sqrt.f32", F32, F32)
+        self.prefetch = declare("llvm.prefetch.p0i8", VOID, POINTER, I32, I32, I32)
         self.thread = declare("omp_get_thread_num", I32)
         self.team = declare("omp_get_num_threads", I32)
         self.in_parallel = declare("GOMP_parallel", VOID, POINTER, POINTER, I32, I32)
@@ -165,8 +169,11 @@ def store(b: Any, value: Value, pointer: Value, offset: Value | int, align: int 
 
 
 def _place(b: Any, pointer: Value, offset: Value | int, kind: Any) -> Value:
-    moved = b.gep(pointer, [I64(offset) if isinstance(offset, int) else offset])
-    return b.bitcast(moved, kind.as_pointer())
+    return b.bitcast(_moved(b, pointer, offset), kind.as_pointer())
+
+
+def _moved(b: Any, pointer: Value, offset: Value | int) -> Value:
+    return b.gep(pointer, [I64(offset) if isinstance(offset, int) else offset])
 
 
 def floats(number: float) -> Value:
@@ -190,15 +197,102 @@ def across(b: Any, vector: Value, add: Callable[[Value, Value], Value]) -> Value
     return b.extract_element(vector, I32(0))
 
 
-def widened(b: Any, bfloats: Value) -> Value:
-    return b.bitcast(b.shl(b.zext(bfloats, INTS), INTS([16] * LANES)), FLOATS)
+class Numbers(ABC):
+    """How numbers lie in memory; of every pointer the offset counts bytes."""
+
+    size: int
+    """Bytes of one."""
+
+    @abstractmethod
+    def eight(self, b: Any, pointer: Value, offset: Value | int = 0) -> Value:
+        """Eight numbers one after the other, as floats."""
+
+    @abstractmethod
+    def store_eight(self, b: Any, value: Value, pointer: Value, offset: Value | int = 0) -> None: ...
+
+    @abstractmethod
+    def one(self, b: Any, pointer: Value, offset: Value | int = 0) -> Value: ...
+
+    @abstractmethod
+    def store_one(self, b: Any, value: Value, pointer: Value, offset: Value | int = 0) -> None: ...
+
+    @abstractmethod
+    def sixteen(self, b: Any, pointer: Value, offset: Value | int = 0) -> list[Value]:
+        """Sixteen numbers as floats, eight and eight in the order in which they are read fastest."""
+
+    @abstractmethod
+    def in_that_order(self, b: Any, first: Value, last: Value) -> list[Value]:
+        """Of sixteen floats the first eight and the last, in the order of `sixteen`."""
+
+    @abstractmethod
+    def store_sixteen(self, b: Any, parts: Sequence[Value], pointer: Value, offset: Value | int = 0) -> None:
+        """Parts as `sixteen` gives them."""
 
 
-def widened_one(b: Any, bfloat: Value) -> Value:
-    return b.bitcast(b.shl(b.zext(bfloat, I32), I32(16)), F32)
+class _Floats(Numbers):
+    size = 4
+
+    def eight(self, b: Any, pointer: Value, offset: Value | int = 0) -> Value:
+        return load(b, pointer, offset, FLOATS)
+
+    def store_eight(self, b: Any, value: Value, pointer: Value, offset: Value | int = 0) -> None:
+        store(b, value, pointer, offset)
+
+    def one(self, b: Any, pointer: Value, offset: Value | int = 0) -> Value:
+        return load(b, pointer, offset, F32)
+
+    def store_one(self, b: Any, value: Value, pointer: Value, offset: Value | int = 0) -> None:
+        store(b, value, pointer, offset)
+
+    def sixteen(self, b: Any, pointer: Value, offset: Value | int = 0) -> list[Value]:
+        place = _moved(b, pointer, offset)
+        return [load(b, place, 4 * LANES * half, FLOATS) for half in range(2)]
+
+    def in_that_order(self, b: Any, first: Value, last: Value) -> list[Value]:
+        return [first, last]
+
+    def store_sixteen(self, b: Any, parts: Sequence[Value], pointer: Value, offset: Value | int = 0) -> None:
+        place = _moved(b, pointer, offset)
+        for half, part in enumerate(parts):
+            store(b, part, place, 4 * LANES * half)
 
 
-def rounded(b: Any, value: Value) -> Value:
+class _Bfloats(Numbers):
+    """Of sixteen, read as eight numbers of 32 bits, the odd entries are the upper halves and the even ones the lower:
+    two instructions make floats of them. So the even ones come first."""
+
+    size = 2
+
+    def eight(self, b: Any, pointer: Value, offset: Value | int = 0) -> Value:
+        return b.bitcast(b.shl(b.zext(load(b, pointer, offset, BFLOATS), INTS), INTS([16] * LANES)), FLOATS)
+
+    def store_eight(self, b: Any, value: Value, pointer: Value, offset: Value | int = 0) -> None:
+        store(b, _rounded(b, value), pointer, offset)
+
+    def one(self, b: Any, pointer: Value, offset: Value | int = 0) -> Value:
+        return b.bitcast(b.shl(b.zext(load(b, pointer, offset, I16), I32), I32(16)), F32)
+
+    def store_one(self, b: Any, value: Value, pointer: Value, offset: Value | int = 0) -> None:
+        store(b, _rounded(b, value), pointer, offset)
+
+    def sixteen(self, b: Any, pointer: Value, offset: Value | int = 0) -> list[Value]:
+        both = load(b, pointer, offset, INTS)
+        halves = b.shl(both, INTS([16] * LANES)), b.and_(both, INTS([-65536] * LANES))
+        return [b.bitcast(half, FLOATS) for half in halves]
+
+    def in_that_order(self, b: Any, first: Value, last: Value) -> list[Value]:
+        return [b.shuffle_vector(first, last, INTS([2 * lane + odd for lane in range(LANES)])) for odd in range(2)]
+
+    def store_sixteen(self, b: Any, parts: Sequence[Value], pointer: Value, offset: Value | int = 0) -> None:
+        even, odd = (b.zext(_rounded(b, part), INTS) for part in parts)
+        store(b, b.or_(b.shl(odd, INTS([16] * LANES)), even), pointer, offset)
+
+
+NUMBERS: Mapping[str, Numbers] = {"bfloat16": _Bfloats(), "float32": _Floats()}
+"""By the name of torch's dtype."""
+
+
+def _rounded(b: Any, value: Value) -> Value:
     """float32 → bfloat16's 16 bits, to the nearest, ties to even; one number or a vector."""
     vector = value.type == FLOATS
     whole, short = (INTS, BFLOATS) if vector else (I32, I16)

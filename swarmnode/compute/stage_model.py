@@ -136,10 +136,10 @@ class StageModel:
         self.lean, self._lean_tail = decoder, tail
 
     def kernels(self) -> str | None:
-        """Whose multiply the quantized weights; None where none are quantized."""
-        if not self.quantized:
-            return None
-        return "bitsandbytes" if self.lean is None else self.lean.kernels()
+        """Whose multiply the weights; None for those of transformers' own blocks that are not quantized."""
+        if self.lean is not None:
+            return self.lean.kernels()
+        return "bitsandbytes" if self.quantized else None
 
     def tail_bytes(self) -> int:
         """Bytes of the head that one step reads."""

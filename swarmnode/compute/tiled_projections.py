@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarmnode.compute.integer_kernels import MAX_INPUTS, PADDED, TILE, IntegerKernels, integer_kernels
+from swarmnode.compute.cpu_kernels import MAX_INPUTS, PADDED, TILE, CpuKernels, cpu_kernels
 from swarmnode.compute.projections import (
     GROUP,
     MEASURED_ELEMENTS,
@@ -50,7 +50,7 @@ class TiledProjection(PackedProjection):
         self,
         shape: torch.Size,
         bias: torch.Tensor | None,
-        kernels: IntegerKernels,
+        kernels: CpuKernels,
         weight: torch.Tensor,
         beside: torch.Tensor,
     ) -> None:
@@ -61,6 +61,11 @@ class TiledProjection(PackedProjection):
     @property
     def inputs(self) -> int:
         return self._weight.shape[1] * GROUP
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows."""
+        return self._product.dtype
 
     @property
     def outputs(self) -> int:
@@ -83,7 +88,7 @@ class TiledInt8Projection(TiledProjection):
     __slots__ = ()
     name, kind = "tiled int8", "int8"
 
-    def __init__(self, weight: Matrix, bias: torch.Tensor | None, kernels: IntegerKernels) -> None:
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None, kernels: CpuKernels) -> None:
         out, inputs = weight.shape
         laid = torch.empty((out // TILE, inputs // GROUP, TILE, GROUP), dtype=torch.int8)
         laid_scales = torch.empty((out // TILE, TILE), dtype=torch.bfloat16)
@@ -110,7 +115,7 @@ class TiledInt4Projection(TiledProjection):
         self,
         weight: Matrix,
         bias: torch.Tensor | None,
-        kernels: IntegerKernels,
+        kernels: CpuKernels,
         blocks: Sequence[Placed] = (),
     ) -> None:
         out, groups = weight.shape[0], weight.shape[1] // GROUP
@@ -142,19 +147,22 @@ class TiledInt4Projection(TiledProjection):
 def packed(method: str, weight: Matrix, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()) -> PackedProjection:
     """`weight` by `method`, for the kernel that is faster here; a shape that no 4-bit kernel takes is served in 8 bits.
     `blocks`: what rows of `weight` were dequantized from."""
-    kernels = integer_kernels()
-    tiled = kernels is not None and _takes_tiles(weight) and _serves_tiles(method, weight)
+    tiled = _kernels(method) is not None and _takes_tiles(weight) and _serves_tiles(method, weight)
     projection = (_tiled if tiled else _by_torch)(method, weight, bias, blocks)
     projection.measure()
     return projection
 
 
 def _tiled(method: str, weight: Matrix, bias: torch.Tensor | None, blocks: Sequence[Placed] = ()) -> PackedProjection:
-    kernels = integer_kernels()
+    kernels = _kernels(method)
     assert kernels is not None
     if method == "int4-fast":
         return TiledInt4Projection(weight, bias, kernels, blocks)
     return TiledInt8Projection(weight, bias, kernels)
+
+
+def _kernels(method: str) -> CpuKernels | None:
+    return cpu_kernels("bfloat16", "int4" if method == "int4-fast" else "int8")
 
 
 def _by_torch(
@@ -167,7 +175,7 @@ def _by_torch(
 
 def _takes_tiles(weight: Matrix) -> bool:
     out, inputs = weight.shape
-    return out % TILE == 0 and inputs % GROUP == 0 and inputs <= MAX_INPUTS
+    return out % TILE == 0 and inputs % GROUP == 0 and inputs <= MAX_INPUTS["int8"]
 
 
 def _serves_tiles(method: str, weight: Matrix) -> bool:

@@ -16,11 +16,13 @@ from swarmnode.cluster.placement import (
     PlanRequest,
     plan_load,
 )
-from swarmnode.cluster.pricing import HEADROOM, WORKER_BYTES, ModelShape
+from swarmnode.cluster.pricing import HEADROOM, KERNELS_BYTES, WORKER_BYTES, ModelShape
 from swarmnode.errors import LoadRefused, PeerNotFound
 from swarmnode.ids import NodeId
 
 MIB, GIB = 1 << 20, 1 << 30
+WORKER = WORKER_BYTES + KERNELS_BYTES
+"""Beside what is not quantized."""
 SHAPE = ModelShape(
     layer_params=(10_000_000,) * 12,
     embed_params=20_000_000,
@@ -154,7 +156,7 @@ def test_too_little_memory_names_every_stage_that_does_not_fit_with_its_numbers(
     peers = [peer("attic", 8), peer("desk", 0.5), peer("shelf", 0.25)]
     text = refusal(ask=replace(ASK, num_stages=3), peers=peers)
     assert text.startswith("too little memory: stage 1 (layers 3-7) needs ")
-    weights, kv, worker = 2 * 50_000_000, 4096 * 2 * 5 * 1024, WORKER_BYTES
+    weights, kv, worker = 2 * 50_000_000, 4096 * 2 * 5 * 1024, WORKER
     need = (weights + kv + worker) * HEADROOM
     assert f"needs {need / MIB:,.0f} MiB on desk: {weights / MIB:,.0f} MiB of bfloat16 weights" in text
     assert f"{kv / MIB:,.0f} MiB of KV for 4,096 tokens" in text
@@ -174,12 +176,12 @@ def test_the_budget_is_what_the_smallest_stage_has_room_for() -> None:
     small = peer("small", 0.9)
     plan = plan_load(SHAPE, replace(ASK, peers=("attic", "small")), [ATTIC, small])
     stage = plan.stages[1]
-    assert plan.kv_tokens == (small.memory_bytes / HEADROOM - stage.weight_bytes - WORKER_BYTES) // stage.kv_token_bytes
+    assert plan.kv_tokens == (small.memory_bytes / HEADROOM - stage.weight_bytes - WORKER) // stage.kv_token_bytes
     assert plan.max_in_flight == min(8, plan.kv_tokens // 1024)
 
 
 def test_in_flight_is_lowered_to_what_the_budget_holds() -> None:
-    stage_bytes = 2 * (5 * 10_000_000 + 20_000_000) + WORKER_BYTES
+    stage_bytes = 2 * (5 * 10_000_000 + 20_000_000) + WORKER
     tight = PeerResources(NodeId("t"), "tight", int((stage_bytes + 4200 * 2 * 5 * 1024) * HEADROOM) + 1)
     plan = plan_load(SHAPE, replace(ASK, peers=("attic", "tight")), [ATTIC, tight])
     assert plan.kv_tokens == 4200
@@ -241,7 +243,7 @@ def test_a_plan_fits_every_peer_and_a_refusal_names_one(
         assert " on peer-" in plan
         return
     for stage in plan.stages:
-        need = stage.weight_bytes + WORKER_BYTES + plan.kv_tokens * stage.kv_token_bytes
+        need = stage.weight_bytes + WORKER + plan.kv_tokens * stage.kv_token_bytes
         assert need * HEADROOM <= stage.peer.memory_bytes * (1 + 1e-9)
     assert len({stage.peer.node for stage in plan.stages}) == stages
     assert min(4096, context) <= plan.context_tokens <= context

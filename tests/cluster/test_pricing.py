@@ -65,7 +65,7 @@ def test_workspace_is_a_piece_with_its_logits_or_the_largest_block_while_it_is_q
 def test_a_worker_holds_what_quantizes_or_multiplies_for_it_too() -> None:
     beside = {method: price(method=method).worker - WORKER_BYTES for method in (*METHODS, INT4_CARD)}
     assert beside == {
-        "none": 0,
+        "none": KERNELS_BYTES,
         "nf4": BITSANDBYTES_BYTES,
         "bnb-int8": BITSANDBYTES_BYTES,
         "int8": KERNELS_BYTES,
@@ -95,7 +95,7 @@ def test_an_adapter_is_priced_where_it_is_kept_beside_the_weights(dora: bool) ->
 
 def test_the_need_is_all_of_it_and_a_fifth_more() -> None:
     whole = price()
-    parts = whole.embed + whole.layers + whole.head + WORKER_BYTES + whole.workspace + 1000 * whole.kv_token
+    parts = whole.embed + whole.layers + whole.head + whole.worker + whole.workspace + 1000 * whole.kv_token
     assert whole.need(1000) == pytest.approx(HEADROOM * parts)
 
 

@@ -13,12 +13,14 @@ from stage_chains import Chain, prompt_of, stage_specs
 from tiny_models import make_tiny
 from torch.nn.functional import silu
 
-from swarmnode.compute import tiled_projections
+from swarmnode.compute import compiled_dense, tiled_projections
+from swarmnode.compute.compiled_dense import CompiledDense, dense
 from swarmnode.compute.compiled_step import BlockParts, CompiledStep, Gain, compiled_step
-from swarmnode.compute.integer_kernels import TILE
+from swarmnode.compute.cpu_kernels import TILE
 from swarmnode.compute.kv_cache import SessionCache
 from swarmnode.compute.lean_block import LeanBlock
 from swarmnode.compute.loader import load_stage
+from swarmnode.compute.spec import PACKED_METHODS
 from swarmnode.compute.tiled_projections import packed
 from swarmnode.errors import StageFailed
 
@@ -33,8 +35,10 @@ LARGE = 5
 """The input that is far above the others."""
 LENGTHS = (0, 1, 31, 32, 33, 70, 127, 300)
 """Positions held before: none, and around the code's blocks of 32."""
-TOLERANCE = 2.0**-7
+TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
 """Of what a block adds, as the norm of a row: bfloat16 rounds what attention gives, gate and up, and the result."""
+METHODS = ("int8", "int4-fast", "bfloat16", "float32")
+"""Packed weights, and dense ones of these dtypes."""
 
 
 def some_parts(
@@ -48,8 +52,11 @@ def some_parts(
     window: int | None = None,
     rotates: bool = True,
 ) -> BlockParts:
+    dtype = torch.float32 if method == "float32" else torch.bfloat16
+
     def matrix(out: int, inputs: int, added: bool = False) -> Any:
-        return packed(method, (torch.randn(out, inputs) / inputs**0.5).bfloat16(), randn(out) if added else None)
+        weight, beside = (torch.randn(out, inputs) / inputs**0.5).to(dtype), randn(out, dtype=dtype) if added else None
+        return packed(method, weight, beside) if method in PACKED_METHODS else dense(weight, beside)
 
     def gain(size: int) -> Gain:
         return Gain(1 + 0.3 * torch.randn(size), 1e-5)
@@ -73,21 +80,21 @@ def some_parts(
     )
 
 
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape).bfloat16()
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
 
 
-def some_tables(count: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def some_tables(count: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of angles that differ by row, the sine signed."""
     angles = torch.rand(count, 1, 1, head_dim // 2) * 6
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1).bfloat16(), torch.cat((-sin, sin), -1).bfloat16()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def some_cache(parts: BlockParts, length: int) -> SessionCache:
     """`length` positions, and what lies unused behind them is no number, in a buffer that is no whole block."""
     cache, shape = SessionCache(1), (1, parts.kv_heads, length + 3, parts.head_dim)
-    keys, values = randn(*shape), randn(*shape)
+    keys, values = (randn(*shape, dtype=parts.dtype) for _ in range(2))
     keys[:, :, length:] = values[:, :, length:] = float("nan")
     cache.append(0, keys, values)
     cache.trim()
@@ -97,7 +104,7 @@ def some_cache(parts: BlockParts, length: int) -> SessionCache:
 
 def held(parts: BlockParts, cache: SessionCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, (kv_heads, length, head_dim)."""
-    nothing = torch.empty(1, parts.kv_heads, 0, parts.head_dim).bfloat16()
+    nothing = torch.empty(1, parts.kv_heads, 0, parts.head_dim, dtype=parts.dtype)
     keys, values = cache.copy(cache.length, cache.length).append(0, nothing, nothing)
     return keys[0], values[0]
 
@@ -116,7 +123,8 @@ def exact(
     """One row (hidden,) in float64: the block's result, and key and value of the new position."""
 
     def multiply(matrix: Any, x: torch.Tensor) -> torch.Tensor:
-        out = matrix.unpack(0, matrix.outputs).double() @ x
+        weight = matrix.weight if isinstance(matrix, CompiledDense) else matrix.unpack(0, matrix.outputs)
+        out = weight.double() @ x
         return out if matrix._bias is None else out + matrix._bias.double()
 
     def norm(x: torch.Tensor, gain: Gain | None) -> torch.Tensor:
@@ -144,7 +152,7 @@ def exact(
 
 
 def assert_exact(parts: BlockParts, count: int, lengths: Sequence[int] = LENGTHS) -> None:
-    rows, tables = randn(count, 1, HIDDEN), some_tables(count, parts.head_dim)
+    rows, tables = randn(count, 1, HIDDEN, dtype=parts.dtype), some_tables(count, parts.head_dim, parts.dtype)
     rows[:, :, LARGE] *= 200  # one value that the others' codes have to share their scale with
     caches = [some_cache(parts, lengths[n % len(lengths)]) for n in range(count)]
     cos, sin = (table.view(count, -1) for table in tables)
@@ -152,29 +160,30 @@ def assert_exact(parts: BlockParts, count: int, lengths: Sequence[int] = LENGTHS
     before = rows.clone()
     found = run(parts, rows, tables, caches)
     assert torch.equal(rows, before)
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == parts.dtype
     for n, (row, key, value) in enumerate(expected):
-        assert_close(found[n, 0].double(), row, rows[n, 0].double())
+        assert_close(found[n, 0].double(), row, rows[n, 0].double(), TOLERANCE[parts.dtype])
         for cached, new in zip(held(parts, caches[n]), (key, value), strict=True):
             assert cached.shape[1] == lengths[n % len(lengths)] + 1
-            assert float((cached[:, -1].double() - new).norm() / new.norm()) < TOLERANCE
+            assert float((cached[:, -1].double() - new).norm() / new.norm()) < TOLERANCE[parts.dtype]
 
 
-def assert_close(found: torch.Tensor, row: torch.Tensor, before: torch.Tensor) -> None:
-    """Within TOLERANCE of what was added and, of the sum, what rounding it after attention and after the MLP costs; the
-    one large value is looked at alone, so that it hides nothing of the others."""
+def assert_close(found: torch.Tensor, row: torch.Tensor, before: torch.Tensor, tolerance: float) -> None:
+    """Within `tolerance` of what was added and, of the sum, what rounding it after attention and after the MLP costs;
+    the one large value is looked at alone, so that it hides nothing of the others."""
     large = torch.arange(HIDDEN) == LARGE
     for of in (large, ~large):
         added = (row - before)[~large].norm()
-        assert float((found - row)[of].norm()) < TOLERANCE * float(added) + 2.0**-7 * float(row[of].norm())
+        assert float((found - row)[of].norm()) < tolerance * (float(added) + float(row[of].norm()))
 
 
+@pytest.mark.parametrize("method", ["int4-fast", "float32"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17])
-def test_every_row_count_gives_what_float64_does(count: int) -> None:
-    assert_exact(some_parts(), count)
+def test_every_row_count_gives_what_float64_does(count: int, method: str) -> None:
+    assert_exact(some_parts(method=method), count)
 
 
-@pytest.mark.parametrize("method", ["int8", "int4-fast"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
     [(9, 3, 64), (4, 2, 128), (2, 2, 16), (4, 2, 80), (6, 2, 32), (2, 1, 256), (1, 1, 4096)],
@@ -194,18 +203,21 @@ def test_every_grouping_and_head_size_does(heads: int, kv_heads: int, head_dim: 
         pytest.param({"bias": True, "head_norms": True, "window": 64, "rotates": False}, id="all of these"),
     ],
 )
-def test_every_kind_of_block_does(settings: dict[str, Any]) -> None:
-    assert_exact(some_parts(**settings), 8)
+@pytest.mark.parametrize("method", ["int4-fast", "float32"])
+def test_every_kind_of_block_does(settings: dict[str, Any], method: str) -> None:
+    assert_exact(some_parts(method=method, **settings), 8)
 
 
-def test_scores_far_apart_are_as_exact() -> None:
+@pytest.mark.parametrize("method", ["int4-fast", "float32"])
+def test_scores_far_apart_are_as_exact(method: str) -> None:
     """One position takes nearly all, early or late: sums of before are scaled down to nothing, or nothing is added."""
-    assert_exact(replace(some_parts(), scaling=1.0), 8)
+    assert_exact(replace(some_parts(method=method), scaling=1.0), 8)
 
 
-def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
-    parts = some_parts(9, 3, 64)
-    rows, tables = randn(8, 1, HIDDEN), some_tables(8, 64)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(method: str) -> None:
+    parts = some_parts(9, 3, 64, method)
+    rows, tables = randn(8, 1, HIDDEN, dtype=parts.dtype), some_tables(8, 64, parts.dtype)
     caches = [some_cache(parts, length) for length in LENGTHS]
 
     def copies() -> list[SessionCache]:
@@ -247,7 +259,7 @@ def test_buffers_grow_step_by_step() -> None:
         found = run(parts, row, tables, [cache])
         assert cache.length == length + 1
         if expected is not None:
-            assert float((found.double().view(-1) - expected).norm() / expected.norm()) < TOLERANCE
+            assert float((found.double().view(-1) - expected).norm() / expected.norm()) < TOLERANCE[parts.dtype]
 
 
 @pytest.mark.parametrize(
@@ -256,6 +268,7 @@ def test_buffers_grow_step_by_step() -> None:
         pytest.param(lambda p: replace(p, head_dim=8, heads=32, kv_heads=16), id="heads of eight"),
         pytest.param(lambda p: replace(p, kv_heads=3), id="other KV heads than rows of qkv"),
         pytest.param(lambda p: replace(p, o=p.down), id="another matrix"),
+        pytest.param(lambda p: replace(p, o=some_parts(method="float32").o), id="a matrix for other rows"),
         pytest.param(lambda p: replace(p, mlp_gain=Gain(torch.ones(HIDDEN - 1), 1e-5)), id="a short gain"),
         pytest.param(lambda p: replace(p, input_gain=Gain(torch.ones(HIDDEN).bfloat16(), 1e-5)), id="a coarse gain"),
         pytest.param(lambda p: replace(p, query_gain=Gain(torch.ones(2 * 64)[::2], 1e-5)), id="a gain with gaps"),
@@ -271,9 +284,10 @@ def test_sizes_that_do_not_fit_together_are_torchs(change: Any) -> None:
 def test_blocks_of_other_shapes_and_of_other_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = some_parts()
     assert compiled_step([parts, some_parts(2, 1)]) is None
+    assert compiled_step([parts, some_parts(method="float32")]) is None
     assert compiled_step([parts, None]) is None
     assert compiled_step([]) is None
-    monkeypatch.setattr("swarmnode.compute.compiled_step.integer_kernels", lambda: None)
+    monkeypatch.setattr("swarmnode.compute.compiled_step.cpu_kernels", lambda *_: None)
     assert compiled_step([parts]) is None
 
 
@@ -323,7 +337,8 @@ def test_which_blocks_it_serves(family: str, expected: bool, tmp_path: Path) -> 
     checkpoint = make_tiny(tmp_path / "m", family, num_layers=3)
     assert compiled(load(checkpoint, tmp_path / "four", quantization="int4-fast")) is expected
     assert compiled(load(checkpoint, tmp_path / "eight", quantization="int8")) is expected
-    assert not compiled(load(checkpoint, tmp_path / "dense", dtype="bfloat16"))
+    for dtype in ("bfloat16", "float32"):
+        assert compiled(load(checkpoint, tmp_path / dtype, dtype=dtype)) is expected
     assert not compiled(load(checkpoint, tmp_path / "exact", dtype="float32", quantization="int8"))
 
 
@@ -334,22 +349,32 @@ def test_a_mode_of_attention_that_was_asked_for_and_torchs_kernels_keep_torchs_w
     with monkeypatch.context() as asked:
         asked.setenv("SWARM_SERVE_ATTENTION", "sdpa")
         assert not compiled(load(checkpoint, tmp_path / "asked", quantization="int8"))
-    monkeypatch.setattr(tiled_projections, "integer_kernels", lambda: None)
+    for module in (tiled_projections, compiled_dense):
+        monkeypatch.setattr(module, "cpu_kernels", lambda *_: None)
     assert not compiled(load(checkpoint, tmp_path / "torch", quantization="int8"))
+    assert not compiled(load(checkpoint, tmp_path / "dense"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        pytest.param({"quantization": "int8"}, 0.03, id="int8"),
+        pytest.param({"dtype": "bfloat16"}, 0.03, id="bfloat16"),
+        pytest.param({"dtype": "float32"}, 1e-5, id="float32"),
+    ],
+)
 def test_its_logits_are_those_of_torchs_way_to_rounding(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, str], tolerance: float, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_tiny(tmp_path / "m", family, num_layers=3)
-    ours = load(checkpoint, tmp_path / "ours", quantization="int8")
+    ours = load(checkpoint, tmp_path / "ours", **settings)
     assert compiled(ours)
     monkeypatch.setattr(LeanBlock, "parts", lambda _: None)
-    theirs = load(checkpoint, tmp_path / "theirs", quantization="int8")
+    theirs = load(checkpoint, tmp_path / "theirs", **settings)
     assert not compiled(theirs)
     found, expected = (forced_logits(chain) for chain in (ours, theirs))
-    assert float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < 0.03
+    assert float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < tolerance
 
 
 def forced_logits(chain: Chain) -> torch.Tensor:
@@ -384,13 +409,13 @@ def test_a_compiled_block_that_computes_something_else_is_not_used(
 
 
 @pytest.mark.parametrize(
-    ("module", "said"), [("integer_kernels", "a bias of "), ("compiled_step", "a step of 1 sessions got rows")]
+    ("module", "said"), [("cpu_kernels", "a bias of "), ("compiled_step", "a step of 1 sessions got rows")]
 )
 def test_a_stage_whose_bias_or_rotations_the_code_would_misread_is_served_by_torch(
     module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = make_tiny(tmp_path / "m", "qwen2", num_layers=3)
-    monkeypatch.setattr(f"swarmnode.compute.{module}.plain_bfloat16", lambda _: False)
+    monkeypatch.setattr(f"swarmnode.compute.{module}.readable", lambda _, dtype: dtype != torch.bfloat16)
     with caplog.at_level(logging.WARNING, "swarmnode.compute.lean"):
         chain = load(checkpoint, tmp_path / "s", quantization="int8")
     assert f"torch's operations serve each step: {said}" in caplog.text

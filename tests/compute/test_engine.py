@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from packed_kernels import NEEDS_COMPILED, take_kernels
 from stage_chains import GREEDY, Chain, even_cuts, prompt_of, stage_specs
 from tiny_models import make_tiny
 
@@ -28,17 +29,41 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("engine") / "model", "llama", num_layers=4)
 
 
-@pytest.fixture(params=[True, False], ids=["lean", "generic"])
-def engines(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> list[TorchEngine]:
+@pytest.fixture(params=[pytest.param("compiled", marks=NEEDS_COMPILED), "lean", "generic"])
+def engines(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[TorchEngine]:
     torch.set_num_threads(1)
-    specs = stage_specs(checkpoint, tmp_path / "s", 4, even_cuts(4, 2), lean=request.param)
+    if request.param == "lean":
+        take_kernels("torch", monkeypatch)
+    specs = stage_specs(checkpoint, tmp_path / "s", 4, even_cuts(4, 2), lean=request.param != "generic")
     engines = [load_stage(spec) for spec in specs]
-    assert all((engine.model.lean is not None) == request.param for engine in engines)
+    for lean in (engine.model.lean for engine in engines):
+        assert (lean is not None) == (request.param != "generic")
+        assert lean is None or (lean._compiled is not None) == (request.param == "compiled")
     return engines
 
 
-class _FailOnce:
+def fail_once(engine: TorchEngine, layer: int) -> None:
     """Breaks one layer's forward the next time it runs."""
+    lean = engine.model.lean
+    compiled = None if lean is None else lean._compiled
+    if compiled is None:
+        _FailOnce(engine, layer)
+        return
+    call, layers = compiled._call, iter(range(4))
+
+    def call_or_fail(*records: Any) -> None:
+        if next(layers) == layer:
+            compiled._call = call
+            raise RuntimeError("out of memory")
+        call(*records)
+
+    compiled._call = call_or_fail
+
+
+class _FailOnce:
+    """`fail_once` for blocks that Python calls."""
 
     def __init__(self, engine: TorchEngine, layer: int) -> None:
         lean = engine.model.lean
@@ -68,7 +93,7 @@ def test_a_forward_that_failed_between_layers_is_undone_by_the_next_work(engines
     tokens = [chain.prefill(1, PROMPT, 16), *chain.step(1)]
     chain.prefill(2, PROMPT[:9], 16)
     while len(tokens) < 12:
-        _FailOnce(engines[len(tokens) % 2], 1)
+        fail_once(engines[len(tokens) % 2], 1)
         with pytest.raises(RuntimeError, match="out of memory"):
             chain.step(1, 2)
         tokens += chain.step(1)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from packed_kernels import NEEDS_COMPILED
 
 from swarmnode.compute import few_rows
+from swarmnode.compute.compiled_dense import CompiledDense, dense
 from swarmnode.compute.few_rows import WAYS, best_ways, hasten_few_rows, measured
 from swarmnode.compute.projections import DenseProjection, Int8Projection, Way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PADDING = {2: 4, 3: 4, 5: 8, 6: 8, 7: 8}
 
@@ -91,9 +98,38 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.allclose(found, expected, rtol=1e-2 if coarse else 1e-4, atol=0.3 if coarse else 1e-3)
 
 
+@NEEDS_COMPILED
+@pytest.mark.parametrize(
+    ("torch_s", "many_rows"),
+    [
+        pytest.param({}, 64, id="never"),
+        pytest.param({16: 1.0, 32: 1.0}, 16, id="for many rows"),
+        pytest.param({16: 1.9, 32: 1.0}, 32, id="less than the noise"),
+        pytest.param(dict.fromkeys((1, 2, 4, 8, 16, 32), 1.0), 1, id="always"),
+    ],
+)
+def test_the_compiled_kernels_serve_until_torchs_are_faster(
+    torch_s: dict[int, float], many_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all projections of a shape at once."""
+    projections = [dense(torch.randn(1024, 512), None) for _ in range(3)]
+
+    def clock(run: Callable[[bool], object], own: bool) -> float:
+        multiplied.clear()
+        run(own)
+        return 2.0 if own else torch_s.get(multiplied[-1], 3.0)
+
+    multiplied: list[int] = []
+    for name in ("few", "many"):
+        monkeypatch.setattr(CompiledDense, name, lambda _, rows: multiplied.append(len(rows)))
+    monkeypatch.setattr(few_rows, "timed", clock)
+    hasten_few_rows(projections)
+    assert [each.many_rows for each in projections if isinstance(each, CompiledDense)] == [many_rows] * 3
+
+
 def test_every_way_is_measured_in_turn() -> None:
     seen: list[Way] = []
-    costs = measured(seen.append)
+    costs = measured(seen.append, WAYS)
     assert set(costs) == set(WAYS)
     assert seen == [plain(1), *WAYS * 3]
 
@@ -101,7 +137,7 @@ def test_every_way_is_measured_in_turn() -> None:
 def test_all_projections_of_a_shape_take_the_same_ways_small_and_packed_ones_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(few_rows, "measured", lambda _: {plain(2): 2.0, plain(3): 3.0, plain(4): 1.0})
+    monkeypatch.setattr(few_rows, "measured", lambda *_: {plain(2): 2.0, plain(3): 3.0, plain(4): 1.0})
     large = [DenseProjection(torch.randn(1024, 512), None) for _ in range(2)]
     small = DenseProjection(torch.randn(64, 64), None)
     multiplied: list[int] = []

@@ -18,7 +18,7 @@ from swarmnode.catalog.importing import import_model
 from swarmnode.catalog.planning import stage_files
 from swarmnode.cluster.pricing import price_stage
 from swarmnode.cluster.quantization import METHODS, NONE
-from swarmnode.compute import bnb, projections, tiled_projections
+from swarmnode.compute import bnb, few_rows, projections, tiled_projections
 from swarmnode.compute.loader import load_stage
 from swarmnode.compute.spec import PACKED_METHODS, StageSpec
 from swarmnode.roles.planning import model_shape
@@ -46,8 +46,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It multiplies in float32 chunks of 4 MiB, and packs two million weights twice to see which kernel is faster: both
-    are little beside any slice but these."""
+    """It multiplies in float32 chunks of 4 MiB and rows by the head, and packs two million weights twice to see which
+    kernel is faster: all are little beside any slice but these."""
+    monkeypatch.setattr(few_rows, "crossover", lambda _: 32)
     monkeypatch.setattr(projections, "crossover_rows", lambda *_: 32)
     monkeypatch.setattr(tiled_projections, "_tiles_are_faster", lambda *_: True)
 

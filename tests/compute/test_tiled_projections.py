@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +14,9 @@ import torch
 from packed_kernels import NEEDS_COMPILED
 
 from swarmnode.catalog.safetensors_header import TensorEntry
+from swarmnode.compute import cpu_kernels as kernels_module
 from swarmnode.compute import tensor_reader, tiled_projections
-from swarmnode.compute.integer_kernels import MAX_INPUTS, MAX_ROWS, IntegerKernels, integer_kernels
+from swarmnode.compute.cpu_kernels import MAX_INPUTS, MAX_ROWS, CpuKernels, cpu_kernels
 from swarmnode.compute.projections import GROUP, Int4Projection, Int8Projection, PackedProjection
 from swarmnode.compute.stored_tensors import Stored
 from swarmnode.compute.tensor_reader import StoredMatrix, TensorReader
@@ -30,6 +30,7 @@ pytestmark = [NEEDS_COMPILED, pytest.mark.usefixtures("compiled_kernels")]
 SHAPES = [(128, 32), (192, 576), (256, 96), (4, 64), (132, 4160)]
 """One group; groups that are no multiple of eight; a single tile; many groups."""
 METHODS = ("int8", "int4-fast")
+WIDEST = MAX_INPUTS["int8"]
 OF_TORCH: dict[str, type[PackedProjection]] = {"int8": Int8Projection, "int4-fast": Int4Projection}
 
 
@@ -128,17 +129,15 @@ def test_rows_that_the_code_would_misread_are_refused(method: str, rows: torch.T
     ],
 )
 def test_weights_that_lie_otherwise_are_refused(kind: str, weight: torch.Tensor, beside: torch.Tensor) -> None:
-    kernels = integer_kernels()
+    kernels = cpu_kernels("bfloat16")
     assert kernels is not None
     with pytest.raises(ValueError, match=f"{kind} weights as .*: the kernel reads "):
         kernels.product(kind, weight, beside)
 
 
 def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> None:
-    def address(_name: str) -> int:
-        return 1
-
-    kernels = IntegerKernels(SimpleNamespace(get_function_address=address))
+    kernels = CpuKernels(lambda _text: lambda _name: 1, "bfloat16")
+    kernels.add("int8")
     weight, scales = torch.zeros(2, 2, 4, 32).char(), torch.zeros(2, 4).bfloat16()
     product = kernels.product("int8", weight, scales)
     held = [weakref.ref(each) for each in (kernels, weight, scales)]
@@ -151,9 +150,9 @@ def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> N
 
 
 def test_more_inputs_than_a_threads_stack_has_room_for_are_torchs() -> None:
-    assert isinstance(packed("int8", weights(4, MAX_INPUTS), None), TiledInt8Projection)
-    assert isinstance(packed("int8", weights(4, MAX_INPUTS + GROUP), None), Int8Projection)
-    kernels, groups = integer_kernels(), MAX_INPUTS // GROUP + 1
+    assert isinstance(packed("int8", weights(4, WIDEST), None), TiledInt8Projection)
+    assert isinstance(packed("int8", weights(4, WIDEST + GROUP), None), Int8Projection)
+    kernels, groups = cpu_kernels("bfloat16", "int8"), WIDEST // GROUP + 1
     assert kernels is not None
     with pytest.raises(ValueError, match="65,568 inputs: the kernel's stack has room for 65,536"):
         kernels.product("int8", torch.zeros(1, groups, 4, 32).char(), torch.zeros(1, 4).bfloat16())
@@ -161,8 +160,8 @@ def test_more_inputs_than_a_threads_stack_has_room_for_are_torchs() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_widest_rows_fit_on_a_small_threads_stack(method: str) -> None:
-    projection = packed(method, weights(4, MAX_INPUTS), None)
-    rows = torch.randn(MAX_ROWS, MAX_INPUTS).to(torch.bfloat16)
+    projection = packed(method, weights(4, WIDEST), None)
+    rows = torch.randn(MAX_ROWS, WIDEST).to(torch.bfloat16)
     found: list[torch.Tensor] = []
     before = threading.stack_size(2 << 20)
     try:
@@ -261,8 +260,9 @@ def test_sizes() -> None:
 
 def test_without_llvmlite_torchs_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert integer_kernels.__wrapped__() is None
+    assert cpu_kernels.__wrapped__("bfloat16", "int8") is None
 
 
 class _NoLibrary:
@@ -277,9 +277,10 @@ def test_where_llvmlites_library_does_not_load_torchs_kernels_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
     monkeypatch.delitem(sys.modules, "llvmlite.binding")
     monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
-    assert integer_kernels.__wrapped__() is None
+    assert cpu_kernels.__wrapped__("bfloat16", "int8") is None
     assert "none can be compiled here: Could not find/load shared object" in caplog.text
 
 
@@ -290,6 +291,7 @@ def test_where_no_code_may_be_made_torchs_kernels_serve(
         raise RuntimeError("LLVM ERROR: Unable to allocate section memory")
 
     monkeypatch.undo()
+    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
     monkeypatch.setattr("llvmlite.binding.create_mcjit_compiler", refuse)
-    assert integer_kernels.__wrapped__() is None
+    assert cpu_kernels.__wrapped__("bfloat16", "int8") is None
     assert "none can be compiled here: LLVM ERROR" in caplog.text
