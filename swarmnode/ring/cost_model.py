@@ -132,6 +132,11 @@ class CostModel:
         return all(len(table.known()) > 1 for table in self._groups)
 
     @property
+    def compares_pieces(self) -> bool:
+        """Enough is known to compare pieces of several sizes: at least two sizes on every stage."""
+        return all(len(table.known()) > 1 for table in self._pieces)
+
+    @property
     def road_ms(self) -> float:
         """All links once, for something small."""
         return median(self._road_ms) if self._road_ms else 0.0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swarmnode.ring.partition import best_partition
 from swarmnode.ring.schedule import Pass, SourceSchedule
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from swarmnode.ring.cost_model import CostModel
     from swarmnode.ring.head_config import HeadConfig
     from swarmnode.ring.partition import Partition
@@ -26,6 +29,14 @@ PIECE_MS = 500.0
 PIECE_STEPS = 3
 PIECE_BYTES_IN_FLIGHT = 8 << 20
 """Hidden states of pieces on the way: seconds of a home uplink, beyond what keeps it busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Of a piece round the ring: all of it, and the stage or link that takes longest."""
+
+    trip_ms: float
+    slowest_ms: float
 
 
 class CostSchedule:
@@ -73,19 +84,29 @@ class CostSchedule:
     # pieces
 
     def piece_positions(self, now: Pass, left: int) -> int:
-        n = min(left, self._piece_size(now) or left)
+        n = min(left, self._piece_size(now, left) or left)
         return n if now.pieces_in_flight < self._pieces_ahead(now, n) else 0
 
-    def _piece_size(self, now: Pass) -> int:
-        """0: the whole prompt. While others decode, the largest size that holds them up no longer than `PIECE_MS`."""
+    def _piece_size(self, now: Pass, left: int) -> int:
+        """0: the whole prompt. While others decode, the largest size that holds them up no longer than `PIECE_MS`; a
+        prompt that has the ring for itself takes the one with which it is read soonest."""
         largest = self._config.prefill_chunk
-        if not now.decoding or not largest:
+        if not largest:
+            return 0
+        sizes = [largest, *(size for size in PIECE_SIZES if size < largest)]
+        if now.decoding:
+            return next((size for size in sizes if self._bearable(size, now)), sizes[-1])
+        if now.prompts > 1 or not self._costs.compares_pieces:
             return largest
-        sizes = [size for size in PIECE_SIZES if size < largest]
-        for size in (largest, *sizes):
-            if self._bearable(size, now):
-                return size
-        return min((largest, *sizes))
+        soonest = min(sizes, key=lambda size: self._reading_ms(size, left))
+        return soonest if self._reading_ms(soonest, left) < self._reading_ms(largest, left) * BETTER else largest
+
+    def _reading_ms(self, size: int, left: int) -> float:
+        """Until so many positions are read in pieces of that size: small ones let later stages begin early, large ones
+        cost less in all."""
+        n = min(size, left)
+        way = self._way(n, self._costs.piece_ms(n) or [])
+        return way.trip_ms + (left / n - 1) * way.slowest_ms
 
     def _bearable(self, positions: int, now: Pass) -> bool:
         piece_ms = self._costs.piece_ms(positions)
@@ -102,15 +123,18 @@ class CostSchedule:
         piece_ms = self._costs.piece_ms(n)
         if piece_ms is None:
             return self._config.num_stages
-        links = max(1, self._config.num_stages - 1)
-        transfer_ms = n * self._costs.transfer_ms
-        slowest_ms = max(*piece_ms, transfer_ms / links, 1e-3)
-        trip_ms = sum(piece_ms) + transfer_ms + self._costs.road_ms
-        wanted = math.ceil(trip_ms / slowest_ms - 1e-9) + 1
+        way = self._way(n, piece_ms)
+        wanted = math.ceil(way.trip_ms / way.slowest_ms - 1e-9) + 1
         if not now.bytes_per_position:
             return wanted
         room = PIECE_BYTES_IN_FLIGHT // now.bytes_per_position - now.positions_in_flight
         return min(wanted, max(2, now.pieces_in_flight + room // n))
+
+    def _way(self, n: int, piece_ms: Sequence[float]) -> _Way:
+        links = max(1, self._config.num_stages - 1)
+        transfer_ms = n * self._costs.transfer_ms
+        slowest_ms = max(*piece_ms, transfer_ms / links, 1e-3)
+        return _Way(sum(piece_ms) + transfer_ms + self._costs.road_ms, slowest_ms)
 
 
 def make_schedule(config: HeadConfig, costs: CostModel) -> Schedule:

@@ -18,6 +18,8 @@ class Pass:
     """Sessions whose next position may go round now."""
     groups_in_flight: tuple[int, ...] = ()
     """Rows of every group that is going round."""
+    prompts: int = 1
+    """Being read, one after the other or in turn."""
     pieces_in_flight: int = 0
     positions_in_flight: int = 0
     """Prompt positions of those pieces."""

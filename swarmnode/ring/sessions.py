@@ -43,6 +43,7 @@ class Sessions(dict[SessionId, Session]):
         return Pass(
             ready=len(self.ready()),
             groups_in_flight=tuple(groups.values()),
+            prompts=sum(s.phase is Phase.PREFILL for s in self.values()),
             pieces_in_flight=len(under_way),
             positions_in_flight=sum(piece.n for piece in under_way),
             bytes_per_position=bytes_per_position,

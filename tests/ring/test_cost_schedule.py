@@ -91,7 +91,6 @@ PIECES = {32: 100.0, 64: 180.0, 128: 350.0, 256: 700.0}
 @pytest.mark.parametrize(
     ("decoding", "factor", "positions"),
     [
-        pytest.param(0, 1.0, 256, id="nobody decodes: the whole chunk"),
         pytest.param(1, 1.0, 128, id="the largest that costs no more than 500 ms"),
         pytest.param(1, 0.5, 256, id="a fast card"),
         pytest.param(1, 9.0, 32, id="nothing fits: the smallest"),
@@ -100,6 +99,31 @@ PIECES = {32: 100.0, 64: 180.0, 128: 350.0, 256: 700.0}
 def test_p2_pieces_are_as_large_as_those_who_decode_can_bear(decoding: int, factor: float, positions: int) -> None:
     costs = {n: ms * factor for n, ms in PIECES.items()}
     assert schedule(piece_ms=costs).piece_positions(Pass(0, (1,) * decoding), 2000) == positions
+
+
+STEEP = {32: 90.0, 64: 170.0, 128: 330.0, 256: 650.0}
+FLAT = {32: 600.0, 64: 610.0, 128: 630.0, 256: 650.0}
+CURVED = {32: 150.0, 64: 200.0, 128: 330.0, 256: 650.0}
+
+
+@pytest.mark.parametrize(
+    ("costs", "now", "left", "positions"),
+    [
+        pytest.param(STEEP, Pass(0), 2000, 64, id="small ones cost little more: later stages begin early"),
+        pytest.param(STEEP, Pass(0), 62, 32, id="a short prompt too"),
+        pytest.param(STEEP, Pass(0), 33, 33, id="no piece for one position"),
+        pytest.param(STEEP, Pass(0), 20, 20, id="less than the smallest"),
+        pytest.param(FLAT, Pass(0), 2000, 256, id="a card: large ones cost little more"),
+        pytest.param(FLAT, Pass(0), 62, 62, id="a short prompt on a card"),
+        pytest.param(CURVED, Pass(0), 2000, 128, id="in between"),
+        pytest.param(STEEP, Pass(0, prompts=2), 2000, 256, id="others keep the stages at work"),
+        pytest.param({256: 650.0}, Pass(0), 2000, 256, id="nothing to compare"),
+    ],
+)
+def test_p2_a_prompt_alone_is_read_in_the_pieces_that_are_done_soonest(
+    costs: dict[int, float], now: Pass, left: int, positions: int
+) -> None:
+    assert schedule(piece_ms=costs).piece_positions(now, left) == positions
 
 
 def test_p2_slow_steps_bear_pieces_of_three_of_them() -> None:
@@ -119,15 +143,15 @@ def test_p2_the_rest_of_a_prompt_is_one_piece() -> None:
 def test_p2_pieces_in_flight_fill_the_way_and_no_more() -> None:
     """Two stages of 700 ms, 20 ms of road: three under way keep both busy with one to spare."""
     ours = schedule(piece_ms=PIECES)
-    sent = [n for n in range(9) if ours.piece_positions(Pass(0, (), n, 256 * n), 2000)]
+    sent = [n for n in range(9) if ours.piece_positions(Pass(0, (), 2, n, 256 * n), 2000)]
     assert sent == [0, 1, 2, 3]
 
 
 def test_p2_pieces_in_flight_are_bounded_by_bytes() -> None:
     ours = schedule(piece_ms=PIECES)
     heavy = PIECE_BYTES_IN_FLIGHT // 256
-    assert ours.piece_positions(Pass(0, (), 1, 256, heavy), 2000) == 256  # two at least, or nothing overlaps
-    assert ours.piece_positions(Pass(0, (), 2, 512, heavy), 2000) == 0
+    assert ours.piece_positions(Pass(0, (), 2, 1, 256, heavy), 2000) == 256  # two at least, or nothing overlaps
+    assert ours.piece_positions(Pass(0, (), 2, 2, 512, heavy), 2000) == 0
 
 
 def test_a_whole_prompt_is_sent_where_the_chunk_says_so() -> None:
