@@ -9,13 +9,14 @@ The simulator's links lead from worker to worker, so its road is `link_ms` of a 
 compared: what the proxies delay, and the way through pipes, nodes and TLS. So the row of one user only says that a
 reply's parts add up; the prediction begins with two.
 
-Two predictions. `off_alone` takes the step costs as they are where nothing but the stages runs. In a ring nodes,
-coordinator, proxies and users want the same cores for every token, and that makes the same steps dearer (`host_share`:
-a step's time in the stages, as replies tell it, over that of the first prediction, less one; by stage; groups of other
-sizes would count in it as well). `off` takes the costs times that: what they are while the ring carries that traffic.
-The first is the prediction, and says what a simulation without a host leaves out. The second only says whether rounds,
-links and queues are as in the ring: its shares come from the very runs that it is compared with, so it cannot show
-that a rate was foreseen, and for a lone user they fix the rate almost wholly.
+Two predictions, neither of which has seen the runs that it is compared with. `off_alone` takes the step costs as they
+are while both stages compute without a pause and nothing else runs: those of PCs of their own, were these as fast. Here
+both share one machine, in two ways that PCs of their own do not, and `off` counts them in:
+
+- A step's cost lies between what it is while the other stage rests and while that computes without a pause, by the
+  share of its time that the simulated ring has that stage compute. (Weights come from one memory.)
+- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, measured over the run
+  that warms the ring up. A group's every row takes its part of one core with it.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.stage_times import StageTimers
+from benchmarks.host_time import host_cpu_s
+from benchmarks.stage_times import StageTimers, typical
 from benchmarks.taken_turns import step_parts, take_turns
 from benchmarks.users import WARM_UP_TOKENS, Ring, RingUnderTest, running_ring
 from sims.engines import StageTable
 from sims.ring import RingSpec, links_of
 from sims.scenarios.decode import bound_of, steady
 from swarmnode.cli.output import console
-from swarmnode.ring.head_messages import Finished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from benchmarks.stage_times import GroupCosts
 
 STAGES = 2
 USERS = (1, 2, 4, 8)
 PARTS = step_parts(STAGES)
+ROUNDS = 5
+"""Costs, and how busy stages are that have these, are found in turn, until they hardly change."""
 
 
 def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, Any]:
@@ -65,11 +67,13 @@ def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, A
 
 
 def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: int) -> dict[str, Any]:
+    host_ms, lone = _host_ms(ring, users), timers.lone_groups_ms()
     turns = take_turns(ring, timers, users, tokens)
+    lone = typical([lone, timers.lone_groups_ms()])
     real = turns.tokens_per_s
-    alone, alone_ms = predicted(turns.costs, road_ms, users)
-    shares = host_shares(turns.step_ms, alone_ms)
-    simulated, parts = predicted(dearer(turns.costs, shares), road_ms, users)
+    alone, _ = predicted(turns.costs, road_ms, users)
+    costs = shared(lone, turns.costs, host_ms / (os.cpu_count() or 1), road_ms, users)
+    simulated, _ = predicted(costs, road_ms, users)
     return {
         "users": users,
         "real_tokens_per_s": round(real, 2),
@@ -78,43 +82,39 @@ def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: in
         "off": round(simulated / real - 1, 3),
         "alone_tokens_per_s": round(alone, 2),
         "off_alone": round(alone / real - 1, 3),
-        "host_share": [round(share, 3) for share in shares],
-        "real_step_ms": _parts(turns.step_ms),
-        "simulated_step_ms": parts,
+        "host_ms": round(host_ms, 2),
+        "real_step_ms": {part: round(turns.step_ms(part), 1) for part in PARTS},
         "costs_ms": turns.costs,
+        "lone_costs_ms": lone,
+        "shared_costs_ms": [{rows: round(ms, 2) for rows, ms in table.items()} for table in costs],
     }
 
 
-def host_shares(real_ms: Callable[[str], float], alone_ms: Mapping[str, float]) -> list[float]:
-    """By stage: how much dearer a step is in the ring than where only the stages run."""
-    return [real_ms(part) / alone_ms[part] - 1 for part in PARTS[:STAGES]]
+def _host_ms(ring: Ring, users: int) -> float:
+    """CPU milliseconds of a token, but for what stages compute."""
+    begun_s = host_cpu_s()
+    ring.run(users, WARM_UP_TOKENS)
+    return (host_cpu_s() - begun_s) * 1e3 / (users * WARM_UP_TOKENS)
 
 
-def dearer(costs: GroupCosts, shares: Sequence[float]) -> GroupCosts:
-    """The same tables with each stage's share on top."""
-    return [{n: ms * (1 + share) for n, ms in table.items()} for table, share in zip(costs, shares, strict=True)]
+def shared(lone: GroupCosts, busy: GroupCosts, host_ms: float, road_ms: float, users: int) -> GroupCosts:
+    """Costs between `lone`, while the other stage rests, and `busy`, while it computes without a pause, by how busy the
+    simulated ring's other stage is; and `host_ms` on top for each row."""
+    shares, costs = [1.0] * STAGES, busy
+    for _ in range(ROUNDS):
+        costs = [
+            {n: ms + share * (table_busy[n] - ms) + n * host_ms for n, ms in table.items()}
+            for table, table_busy, share in zip(lone, busy, reversed(shares), strict=True)
+        ]
+        _, shares = predicted(costs, road_ms, users)
+    return costs
 
 
-def predicted(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, dict[str, float]]:
-    """Tokens per second, and what the simulated replies say of a step when they are ended."""
+def predicted(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, list[float]]:
+    """Tokens per second of the simulated ring, and which share of the time each stage computes."""
     spec = RingSpec(tuple(StageTable(cost) for cost in costs), links_of(STAGES, road_ms))
-    world = spec.build()
-    rate = steady(world, users, bound_of(spec, users))["tokens_per_s"]
-    for name in world.outcomes:
-        world.cancel(name)
-    world.run_until_quiet()
-    timings = [end.timing for outcome in world.outcomes.values() for end in outcome.ends if isinstance(end, Finished)]
-    return rate, _parts(lambda name: statistics.mean(timing[name] for timing in timings))
-
-
-def _parts(ms: Callable[[str], float]) -> dict[str, float]:
-    return {name: round(ms(name), 1) for name in PARTS}
-
-
-def title(report: Mapping[str, Any]) -> str:
-    """The prediction's worst difference first: that of the ring's own shares is no prediction."""
-    worst = f"{report['worst_alone']:.1%}, with the ring's own shares {report['worst']:.1%}"
-    return f"{STAGES} stages, {report['rtt_ms']:g} ms; worst difference with costs alone {worst}"
+    seen = steady(spec.build(), users, bound_of(spec, users))
+    return seen["tokens_per_s"], seen["utilisation"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,13 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     chosen = parser.parse_args(arguments)
     report = measure(chosen.rtt_ms, chosen.tokens, chosen.dtype, chosen.threads)
-    table = Table(title=title(report))
-    names = ("users", "real_tokens_per_s", "simulated_tokens_per_s", "off", "off_alone", "host_share")
+    worst = f"{report['worst']:.1%}, with costs alone {report['worst_alone']:.1%}"
+    table = Table(title=f"{STAGES} stages, {report['rtt_ms']:g} ms; worst difference {worst}")
+    names = ("users", "real_tokens_per_s", "simulated_tokens_per_s", "off", "off_alone", "host_ms")
     for name in (*names, *PARTS):
         table.add_column(name, justify="right")
     for row in report["rows"]:
-        steps = (f"{row['real_step_ms'][part]} / {row['simulated_step_ms'][part]}" for part in PARTS)
-        table.add_row(*(str(row[name]) for name in names), *steps)
+        table.add_row(*(str(row[name]) for name in names), *(str(row["real_step_ms"][part]) for part in PARTS))
     console().print(table)
     if chosen.json:
         print(json.dumps(report))

@@ -59,7 +59,7 @@ class StageTimers:
 
     def __enter__(self) -> Self:
         """Waits until all are loaded: from then on they begin together."""
-        self._answers()
+        _answers(self._processes)
         return self
 
     def __exit__(
@@ -72,31 +72,23 @@ class StageTimers:
 
     def pieces_ms(self, sizes: Sequence[int], past: int = 0) -> list[list[float]]:
         """By stage: what pieces of these sizes take one behind the other, the first behind `past` positions."""
-        return self._ask({"sizes": list(sizes), "past": past})
+        return _ask(self._processes, {"sizes": list(sizes), "past": past})
 
     def groups_ms(self) -> GroupCosts:
         """What groups of each size take while every stage runs groups of that size without a pause.
 
         The mean of a size's steps: that is what a ring's rate follows.
         """
-        by_rows = {rows: self._ask({"rows": rows, "seconds": GROUPS_S}) for rows in GROUP_ROWS}
-        stages = range(len(self._processes))
+        return self._groups_ms(self._processes)
+
+    def lone_groups_ms(self) -> GroupCosts:
+        """The same while the other stages rest."""
+        return [table for process in self._processes for table in self._groups_ms([process])]
+
+    def _groups_ms(self, processes: Sequence[subprocess.Popen[str]]) -> GroupCosts:
+        by_rows = {rows: _ask(processes, {"rows": rows, "seconds": GROUPS_S}) for rows in GROUP_ROWS}
+        stages = range(len(processes))
         return [{rows: statistics.mean(took[stage]) for rows, took in by_rows.items()} for stage in stages]
-
-    def _ask(self, question: Mapping[str, Any]) -> list[list[float]]:
-        """Every stage's milliseconds; all begin at once."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-        return self._answers()
-
-    def _answers(self) -> list[list[float]]:
-        answers = []
-        for process in self._processes:
-            assert process.stdout is not None
-            answers.append([float(ms) for ms in json.loads(process.stdout.readline())])
-        return answers
 
 
 def typical(rounds: Sequence[GroupCosts]) -> GroupCosts:
@@ -105,6 +97,23 @@ def typical(rounds: Sequence[GroupCosts]) -> GroupCosts:
         {rows: round(statistics.median(costs[stage][rows] for costs in rounds), 2) for rows in table}
         for stage, table in enumerate(rounds[0])
     ]
+
+
+def _ask(processes: Sequence[subprocess.Popen[str]], question: Mapping[str, Any]) -> list[list[float]]:
+    """Every stage's milliseconds; all begin at once."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+    return _answers(processes)
+
+
+def _answers(processes: Sequence[subprocess.Popen[str]]) -> list[list[float]]:
+    answers = []
+    for process in processes:
+        assert process.stdout is not None
+        answers.append([float(ms) for ms in json.loads(process.stdout.readline())])
+    return answers
 
 
 def _started(case: Mapping[str, Any]) -> subprocess.Popen[str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.calibrate import dearer, host_shares, predicted, title
+from benchmarks.calibrate import predicted, shared
+from benchmarks.host_time import host_cpu_s
 from benchmarks.mixed import largest_bearable
 from benchmarks.prefix import Run, summary
 from benchmarks.prompt import sides
@@ -76,22 +81,44 @@ def test_what_a_second_turn_costs_is_the_ratio_of_medians() -> None:
     assert (told["cached_tokens"], told["new_tokens"]) == (1500, 60)
 
 
-def test_a_ring_that_makes_steps_dearer_makes_all_sizes_dearer_by_the_same_share() -> None:
-    real_ms = {"stage0_ms": 36.0, "stage1_ms": 60.0}
-    shares = host_shares(real_ms.__getitem__, {"stage0_ms": 30.0, "stage1_ms": 60.0, "link_ms": 20.0})
-    assert shares == pytest.approx([0.2, 0.0])
-    first, second = dearer([{1: 10.0, 4: 20.0}, {1: 30.0}], shares)
-    assert first == pytest.approx({1: 12.0, 4: 24.0})
-    assert second == pytest.approx({1: 30.0})
+LONE, BUSY = [{1: 10.0, 8: 10.0}, {1: 20.0, 8: 20.0}], [{1: 20.0, 8: 20.0}, {1: 40.0, 8: 40.0}]
 
 
-def test_a_ring_as_dear_as_its_prediction_is_predicted_right() -> None:
-    """Two stages that take 20 ms a row alone and 25 in the ring, 10 ms of road: one user gets a token every 60 ms."""
-    rate, parts = predicted([{1: 20.0, 8: 20.0}] * 2, 10.0, 1)
-    assert rate == pytest.approx(1000 / 50, rel=1e-3)
-    shares = host_shares(lambda _: 25.0, parts)
-    rate, _ = predicted(dearer([{1: 20.0, 8: 20.0}] * 2, shares), 10.0, 1)
-    assert rate == pytest.approx(1000 / 60, rel=1e-3)
+def test_steps_are_as_dear_as_the_other_stage_is_busy() -> None:
+    """One user, 30 ms of road: by hand, stages of a and b ms that are busy a / c and b / c of a cycle of c ms."""
+    (first, second), cycle = shared(LONE, BUSY, 0.0, 30.0, 1), 1000 / predicted(LONE, 30.0, 1)[0]
+    assert cycle == pytest.approx(60, rel=1e-3)
+    a, b = first[1], second[1]
+    assert a == pytest.approx(10 + 10 * b / (a + b + 30), rel=0.02)
+    assert b == pytest.approx(20 + 20 * a / (a + b + 30), rel=0.02)
+
+
+def test_what_a_full_stage_costs_the_other() -> None:
+    """Eight users, whose rows cost one by one, fill the slower one: it never pauses, and the other goes beside it."""
+    lone, busy = [{1: 10.0, 8: 80.0}, {1: 20.0, 8: 160.0}], [{1: 20.0, 8: 160.0}, {1: 40.0, 8: 320.0}]
+    first, second = shared(lone, busy, 0.0, 0.0, 8)
+    assert first[8] == pytest.approx(160.0, rel=0.03)
+    assert second[8] == pytest.approx(160 + 160 * first[8] / second[8], rel=0.03)
+
+
+def test_every_row_takes_its_part_of_what_nodes_and_users_compute() -> None:
+    without, beside = (shared(BUSY, BUSY, host_ms, 30.0, 2) for host_ms in (0.0, 1.5))
+    assert without == BUSY
+    assert beside == [{1: 21.5, 8: 32.0}, {1: 41.5, 8: 52.0}]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="Linux tells it by /proc")
+def test_what_this_process_and_its_children_compute_is_counted_and_what_stages_compute_is_not() -> None:
+    spin = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint('spun', flush=True)\nsys.stdin.read()"
+    for extra, least_s, most_s in (([], 0.25, 0.6), (["-m", "benchmarks.stage_times", "{}"], -0.01, 0.2)):
+        begun_s = host_cpu_s()
+        with subprocess.Popen(
+            [sys.executable, "-c", spin, *extra], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            assert least_s <= host_cpu_s() - begun_s <= most_s
+            child.communicate()
 
 
 def test_what_a_past_adds_to_a_layers_work_by_arithmetic() -> None:
@@ -103,8 +130,3 @@ def test_a_layer_of_any_width_is_measured() -> None:
     report = measure_layer(256, 40, 8, runs=1, dtype="float32", threads=1)
     assert report["arithmetic"] == pytest.approx(1 + 2 * 40 / (14.5 * 256), abs=1e-3)
     assert min(report["second_ms"], report["alone_ms"]) > 0
-
-
-def test_what_calibrate_tells_first_is_how_far_off_the_costs_alone_are() -> None:
-    told = title({"rtt_ms": 20.0, "worst": 0.057, "worst_alone": 0.226})
-    assert told == "2 stages, 20 ms; worst difference with costs alone 22.6%, with the ring's own shares 5.7%"
