@@ -10,13 +10,13 @@ compared: what the proxies delay, and the way through pipes, nodes and TLS. So t
 reply's parts add up; the prediction begins with two.
 
 Two predictions, neither of which has seen the runs that it is compared with. `off_alone` takes the step costs as they
-are while both stages compute without a pause and nothing else runs: those of PCs of their own, were these as fast. Here
-both share one machine, in two ways that PCs of their own do not, and `off` counts them in:
+are while both stages compute without a pause and nothing else runs. But here the stages share one machine, as PCs of
+their own do not, and `off` counts that in:
 
-- A step's cost lies between what it is while the other stage rests and while that computes without a pause, by the
-  share of its time that the simulated ring has that stage compute. (Weights come from one memory.)
-- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, measured over the run
-  that warms the ring up. A group's every row takes its part of one core with it.
+- A step that the simulated ring computes while the other stage rests costs what it does then; one beside the other
+  stage costs what it does beside it, because weights come from one memory; one partly beside it lies between.
+- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, by what a run of twice as
+  many tokens takes more than a short one. While both stages compute, each row of a step gives its core's part of that.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.stage_times import GroupCosts
+    from sims.world import Node, World
+    from swarmnode.ring.work import Work, WorkResult
 
 STAGES = 2
 USERS = (1, 2, 4, 8)
@@ -91,30 +93,63 @@ def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: in
 
 
 def _host_ms(ring: Ring, users: int) -> float:
-    """CPU milliseconds of a token, but for what stages compute."""
-    begun_s = host_cpu_s()
-    ring.run(users, WARM_UP_TOKENS)
-    return (host_cpu_s() - begun_s) * 1e3 / (users * WARM_UP_TOKENS)
+    """CPU milliseconds of a token, but for what stages compute; prompts and connections are in both runs."""
+    taken_s = []
+    for tokens in (WARM_UP_TOKENS, 2 * WARM_UP_TOKENS):
+        begun_s = host_cpu_s()
+        ring.run(users, tokens)
+        taken_s.append(host_cpu_s() - begun_s)
+    return max(0.0, taken_s[1] - taken_s[0]) * 1e3 / (users * WARM_UP_TOKENS)
 
 
 def shared(lone: GroupCosts, busy: GroupCosts, host_ms: float, road_ms: float, users: int) -> GroupCosts:
-    """Costs between `lone`, while the other stage rests, and `busy`, while it computes without a pause, by how busy the
-    simulated ring's other stage is; and `host_ms` on top for each row."""
+    """Costs between `lone`, while the other stage rests, and `busy`, while it computes without a pause, with `host_ms`
+    on top for each row; by which share of its own steps each stage computes beside the other in the simulated ring."""
     shares, costs = [1.0] * STAGES, busy
     for _ in range(ROUNDS):
         costs = [
-            {n: ms + share * (table_busy[n] - ms) + n * host_ms for n, ms in table.items()}
-            for table, table_busy, share in zip(lone, busy, reversed(shares), strict=True)
+            {n: ms + share * (table_busy[n] + n * host_ms - ms) for n, ms in table.items()}
+            for table, table_busy, share in zip(lone, busy, shares, strict=True)
         ]
         _, shares = predicted(costs, road_ms, users)
     return costs
 
 
 def predicted(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, list[float]]:
-    """Tokens per second of the simulated ring, and which share of the time each stage computes."""
+    """Tokens per second of the simulated ring, and the share of its steps that each stage computes beside the other."""
     spec = RingSpec(tuple(StageTable(cost) for cost in costs), links_of(STAGES, road_ms))
-    seen = steady(spec.build(), users, bound_of(spec, users))
-    return seen["tokens_per_s"], seen["utilisation"]
+    world = spec.build()
+    steps = [_watched(world, node) for node in world.nodes]
+    rate = steady(world, users, bound_of(spec, users))["tokens_per_s"]
+    both_s = overlap_s(*steps)
+    return rate, [both_s / max(both_s, sum(end - begin for begin, end in own)) if both_s else 0.0 for own in steps]
+
+
+def _watched(world: World, node: Node) -> list[tuple[float, float]]:
+    """When its stage begins and ends each step, as the world runs."""
+    steps: list[tuple[float, float]] = []
+    run_it = node.engine.run
+
+    def run(work: Work) -> WorkResult:
+        result = run_it(work)
+        steps.append((world.now_s, world.now_s + node.engine.took_s))
+        return result
+
+    node.engine.run = run  # type: ignore[method-assign]
+    return steps
+
+
+def overlap_s(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which both have a step; those of either come one after the other."""
+    at, total_s = 0, 0.0
+    for begin, end in ours:
+        while at < len(theirs) and theirs[at][1] <= begin:
+            at += 1
+        for other_begin, other_end in theirs[at:]:
+            if other_begin >= end:
+                break
+            total_s += min(end, other_end) - max(begin, other_begin)
+    return total_s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

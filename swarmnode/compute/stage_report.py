@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """`costs` is None where nothing was measured, `kernels` where nothing is quantized."""
+    """`costs` is None where nothing was measured, `kernels` where transformers' own blocks serve, unquantized."""
 
     kv_tokens: int
     kv_tokens_planned: int

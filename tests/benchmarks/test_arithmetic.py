@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.calibrate import predicted, shared
+from benchmarks.calibrate import overlap_s, predicted, shared
 from benchmarks.host_time import host_cpu_s
 from benchmarks.mixed import largest_bearable
 from benchmarks.prefix import Run, summary
@@ -84,13 +84,10 @@ def test_what_a_second_turn_costs_is_the_ratio_of_medians() -> None:
 LONE, BUSY = [{1: 10.0, 8: 10.0}, {1: 20.0, 8: 20.0}], [{1: 20.0, 8: 20.0}, {1: 40.0, 8: 40.0}]
 
 
-def test_steps_are_as_dear_as_the_other_stage_is_busy() -> None:
-    """One user, 30 ms of road: by hand, stages of a and b ms that are busy a / c and b / c of a cycle of c ms."""
-    (first, second), cycle = shared(LONE, BUSY, 0.0, 30.0, 1), 1000 / predicted(LONE, 30.0, 1)[0]
-    assert cycle == pytest.approx(60, rel=1e-3)
-    a, b = first[1], second[1]
-    assert a == pytest.approx(10 + 10 * b / (a + b + 30), rel=0.02)
-    assert b == pytest.approx(20 + 20 * a / (a + b + 30), rel=0.02)
+def test_one_users_stages_are_never_at_work_at_once() -> None:
+    """30 ms of road, stages of 10 and 20 ms while the other rests."""
+    assert shared(LONE, BUSY, 5.0, 30.0, 1) == LONE
+    assert predicted(LONE, 30.0, 1)[0] == pytest.approx(1000 / 60, rel=1e-3)
 
 
 def test_what_a_full_stage_costs_the_other() -> None:
@@ -101,10 +98,15 @@ def test_what_a_full_stage_costs_the_other() -> None:
     assert second[8] == pytest.approx(160 + 160 * first[8] / second[8], rel=0.03)
 
 
-def test_every_row_takes_its_part_of_what_nodes_and_users_compute() -> None:
-    without, beside = (shared(BUSY, BUSY, host_ms, 30.0, 2) for host_ms in (0.0, 1.5))
-    assert without == BUSY
-    assert beside == [{1: 21.5, 8: 32.0}, {1: 41.5, 8: 52.0}]
+def test_every_row_of_full_stages_takes_its_part_of_what_nodes_and_users_compute() -> None:
+    alike = [{1: 10.0, 8: 80.0}] * 2
+    for table in shared(alike, alike, 1.5, 0.0, 8):
+        assert table == pytest.approx({1: 11.5, 8: 92.0}, rel=0.01)
+
+
+def test_steps_overlap_where_both_stages_have_one() -> None:
+    ours, theirs = [(0.0, 2.0), (3.0, 4.0), (6.0, 9.0)], [(1.0, 3.5), (4.0, 5.0), (6.5, 7.0), (8.0, 10.0)]
+    assert overlap_s(ours, theirs) == overlap_s(theirs, ours) == pytest.approx(1.0 + 0.5 + 0.5 + 1.0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="Linux tells it by /proc")
