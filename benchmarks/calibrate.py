@@ -1,13 +1,13 @@
 """Does the simulator say what a real ring does? The same step costs and round trip, users 1 to 8, side by side.
 
 `python -m benchmarks.calibrate --json`. A real ring of two stages of the demo model behind delaying proxies, under its
-default schedule, against the same head and stages in virtual time. For every number of users real runs take turns with
-measurements of the step costs: the same slices run groups of exact sizes, all stages at once, in processes of their own
-(`benchmarks/stage_times.py`; held to a size inside the ring, groups drift apart while they wait behind each other, and
-what then is measured is no group of that size). Rates and costs are the medians of these turns, of the same minute.
-The simulator's links lead from worker to worker, so its road is `link_ms` of a lone reply of the same ring that is not
-compared: what the proxies delay, and the way through pipes, nodes and TLS. So the row of one user only says that a
-reply's parts add up; the prediction begins with two.
+default schedule, against the same head and stages in virtual time, whose steps vary as much as measured ones do. For
+every number of users real runs take turns with measurements of the step costs: the same slices run groups of exact
+sizes, all stages at once, in processes of their own (`benchmarks/stage_times.py`; held to a size inside the ring,
+groups drift apart while they wait behind each other, and what then is measured is no group of that size). Rates and
+costs are the medians of these turns, of the same minute. The simulator's links lead from worker to worker, so its road
+is `link_ms` of a lone reply of the same ring that is not compared: what the proxies delay, and the way through pipes,
+nodes and TLS. So the row of one user only says that a reply's parts add up; the prediction begins with two.
 
 Two predictions, neither of which has seen the runs that it is compared with. `off_alone` takes the step costs as they
 are while both stages compute without a pause and nothing else runs. But here the stages share one machine, as PCs of
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +74,10 @@ def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: in
     turns = take_turns(ring, timers, users, tokens)
     lone = typical([lone, timers.lone_groups_ms()])
     real = turns.tokens_per_s
-    alone, _ = predicted(turns.costs, road_ms, users)
-    costs = shared(lone, turns.costs, host_ms / (os.cpu_count() or 1), road_ms, users)
-    simulated, _ = predicted(costs, road_ms, users)
+    varies = timers.variation
+    alone, _ = predicted(turns.costs, road_ms, users, varies)
+    costs = shared(lone, turns.costs, host_ms / (os.cpu_count() or 1), road_ms, users, varies)
+    simulated, _ = predicted(costs, road_ms, users, varies)
     return {
         "users": users,
         "real_tokens_per_s": round(real, 2),
@@ -85,6 +87,7 @@ def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: in
         "alone_tokens_per_s": round(alone, 2),
         "off_alone": round(alone / real - 1, 3),
         "host_ms": round(host_ms, 2),
+        "steps_vary_by": round(varies, 3),
         "real_step_ms": {part: round(turns.step_ms(part), 1) for part in PARTS},
         "costs_ms": turns.costs,
         "lone_costs_ms": lone,
@@ -102,7 +105,9 @@ def _host_ms(ring: Ring, users: int) -> float:
     return max(0.0, taken_s[1] - taken_s[0]) * 1e3 / (users * WARM_UP_TOKENS)
 
 
-def shared(lone: GroupCosts, busy: GroupCosts, host_ms: float, road_ms: float, users: int) -> GroupCosts:
+def shared(
+    lone: GroupCosts, busy: GroupCosts, host_ms: float, road_ms: float, users: int, varies: float = 0.0
+) -> GroupCosts:
     """Costs between `lone`, while the other stage rests, and `busy`, while it computes without a pause, with `host_ms`
     on top for each row; by which share of its own steps each stage computes beside the other in the simulated ring."""
     shares, costs = [1.0] * STAGES, busy
@@ -111,13 +116,15 @@ def shared(lone: GroupCosts, busy: GroupCosts, host_ms: float, road_ms: float, u
             {n: ms + share * (table_busy[n] + n * host_ms - ms) for n, ms in table.items()}
             for table, table_busy, share in zip(lone, busy, shares, strict=True)
         ]
-        _, shares = predicted(costs, road_ms, users)
+        _, shares = predicted(costs, road_ms, users, varies)
     return costs
 
 
-def predicted(costs: GroupCosts, road_ms: float, users: int) -> tuple[float, list[float]]:
-    """Tokens per second of the simulated ring, and the share of its steps that each stage computes beside the other."""
-    spec = RingSpec(tuple(StageTable(cost) for cost in costs), links_of(STAGES, road_ms))
+def predicted(costs: GroupCosts, road_ms: float, users: int, varies: float = 0.0) -> tuple[float, list[float]]:
+    """Tokens per second of the simulated ring, and the share of its steps that each stage computes beside the other.
+    `varies`: the standard deviation of a step, as a share of it."""
+    tables = tuple(StageTable(cost) for cost in costs)
+    spec = RingSpec(tables, links_of(STAGES, road_ms), jitter=math.sqrt(3) * varies)
     world = spec.build()
     steps = [_watched(world, node) for node in world.nodes]
     rate = steady(world, users, bound_of(spec, users))["tokens_per_s"]

@@ -56,6 +56,7 @@ class StageTimers:
             for stage in stages
         ]
         self._processes = [_started(case) for case in cases]
+        self._variations: list[float] = []
 
     def __enter__(self) -> Self:
         """Waits until all are loaded: from then on they begin together."""
@@ -85,9 +86,16 @@ class StageTimers:
         """The same while the other stages rest."""
         return [table for process in self._processes for table in self._groups_ms([process])]
 
+    @property
+    def variation(self) -> float:
+        """The standard deviation of a group's steps as a share of their mean: the median over all that was measured."""
+        return statistics.median(self._variations)
+
     def _groups_ms(self, processes: Sequence[subprocess.Popen[str]]) -> GroupCosts:
         by_rows = {rows: _ask(processes, {"rows": rows, "seconds": GROUPS_S}) for rows in GROUP_ROWS}
         stages = range(len(processes))
+        for took in (took[stage] for took in by_rows.values() for stage in stages):
+            self._variations.append(statistics.stdev(took) / statistics.mean(took) if len(took) > 1 else 0.0)
         return [{rows: statistics.mean(took[stage]) for rows, took in by_rows.items()} for stage in stages]
 
 
