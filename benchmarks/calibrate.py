@@ -15,8 +15,8 @@ their own do not, and `off` counts that in:
 
 - A step that the simulated ring computes while the other stage rests costs what it does then; one beside the other
   stage costs what it does beside it, because weights come from one memory; one partly beside it lies between.
-- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, by what a run of twice as
-  many tokens takes more than a short one. While both stages compute, each row of a step gives its core's part of that.
+- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, by what a longer run takes
+  more than a short one. While both stages compute, each row of a step gives its core's part of that.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 STAGES = 2
 USERS = (1, 2, 4, 8)
 PARTS = step_parts(STAGES)
+HOST_TOKENS = 96
+"""Of each user, by which the longer run is longer."""
 ROUNDS = 5
 """Costs, and how busy stages are that have these, are found in turn, until they hardly change."""
 
@@ -98,11 +100,11 @@ def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: in
 def _host_ms(ring: Ring, users: int) -> float:
     """CPU milliseconds of a token, but for what stages compute; prompts and connections are in both runs."""
     taken_s = []
-    for tokens in (WARM_UP_TOKENS, 2 * WARM_UP_TOKENS):
+    for tokens in (WARM_UP_TOKENS, WARM_UP_TOKENS + HOST_TOKENS):
         begun_s = host_cpu_s()
         ring.run(users, tokens)
         taken_s.append(host_cpu_s() - begun_s)
-    return max(0.0, taken_s[1] - taken_s[0]) * 1e3 / (users * WARM_UP_TOKENS)
+    return max(0.0, taken_s[1] - taken_s[0]) * 1e3 / (users * HOST_TOKENS)
 
 
 def shared(
