@@ -15,8 +15,8 @@ their own do not, and `off` counts that in:
 
 - A step that the simulated ring computes while the other stage rests costs what it does then; one beside the other
   stage costs what it does beside it, because weights come from one memory; one partly beside it lies between.
-- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, by what a longer run takes
-  more than a short one. While both stages compute, each row of a step gives its core's part of that.
+- Nodes, coordinator, proxies and users want the same cores for every token: `host_ms` of CPU, by what a longer run
+  takes more than a short one. While both stages compute, each row of a step gives its core's part of that.
 """
 
 from __future__ import annotations
