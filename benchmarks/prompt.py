@@ -1,13 +1,13 @@
 """Time to the first token of prompts of 256 to 2,048 tokens, against what their pieces cost on the stages.
 
 `python -m benchmarks.prompt --json`. A real ring of the demo model; every prompt begins like no other. Before and
-after each prompt the same pieces run on the same slices in processes of their own, all stages at once as in the ring,
+after each prompt pieces of 256 run on the same slices in processes of their own, all stages at once as in the ring,
 so that both sides see the same machine; figures are medians over the runs, after one that is thrown away.
 
     sum_ms    Σ over the stages of their pieces: what a prompt takes that waits for each piece's answer
     max_ms    the slowest stage's pieces: less is not possible
     floor_ms  the first piece through all stages, the others at the slowest one, and the road
-    ratio     TTFT / floor_ms
+    ratio     TTFT / floor_ms; less than 1 where smaller pieces, which the ring may choose, let later stages begin early
 
 On one machine the stages share its memory: alone they are a little faster than in the ring.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.users import Ring
 
 PIECE = 256
-"""SWARM_SERVE_PREFILL_CHUNK's default: a prompt that nobody chats beside travels in pieces of this."""
+"""SWARM_SERVE_PREFILL_CHUNK's default: the largest piece."""
 
 
 def measure(lengths: Sequence[int], runs: int, about: RingUnderTest) -> dict[str, Any]:

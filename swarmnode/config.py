@@ -158,7 +158,7 @@ VARIABLES: tuple[Variable, ...] = (
         "SWARM_SERVE_PREFILL_CHUNK",
         "256",
         "coordinator",
-        "prompt tokens per piece sent through the stages, 1024 at most (0: as many as that)",
+        "most prompt tokens of a piece sent through the stages, 1024 at most (0: as many as that)",
         _at_least(0),
     ),
     Variable(

@@ -26,8 +26,8 @@ SLOW_BYTES_PER_S = 10e6 / 8
 class OneAtATime(SourceSchedule):
     """Waits for each piece's answer before it sends the next, as the source did at first."""
 
-    def piece_positions(self, now: Pass, left: int) -> int:
-        return 0 if now.pieces_in_flight else super().piece_positions(now, left)
+    def piece_positions(self, now: Pass, left: int, whole: int = 0) -> int:
+        return 0 if now.pieces_in_flight else super().piece_positions(now, left, whole)
 
 
 def run(tokens: int = 1526, seed: int = 0) -> dict[str, Any]:

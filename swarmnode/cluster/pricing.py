@@ -29,8 +29,8 @@ WORKER_BYTES = 380 << 20
 """What a stage worker takes beside weights: interpreter, torch, transformers, what a load leaves (measured on CPU, as
 resident memory)."""
 KERNELS_BYTES = 80 << 20
-"""What a worker on a CPU takes that compiles its kernels, most of it LLVM's own code; one without llvmlite takes it
-not."""
+"""What a worker takes that compiles its kernels, most of it LLVM's own code. One without llvmlite takes it not, nor one
+on a card; they are priced alike."""
 BITSANDBYTES_BYTES = 40 << 20
 """What the library adds to a worker that quantizes with it. torchao adds nothing: transformers imports it anyway."""
 _LIBRARY_BYTES = {

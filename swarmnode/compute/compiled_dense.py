@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarmnode.compute.cpu_kernels import KINDS, MAX_INPUTS, TILE, cpu_kernels
-from swarmnode.compute.projections import GROUP, DenseProjection
+from swarmnode.compute.projections import DEFAULT_ROWS, GROUP, DenseProjection
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,8 @@ class CompiledDense(DenseProjection):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, product: Product) -> None:
         super().__init__(weight, bias)
         self._product = product
-        self.many_rows = 1 << 62
-        """From so many on torch's way is faster; `few_rows.py` measures it."""
+        self.many_rows = DEFAULT_ROWS
+        """From so many on torch's way is faster; `few_rows.py` measures it where the weight is large."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,7 +55,9 @@ class CompiledDense(DenseProjection):
 
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> DenseProjection:
-    """By the compiled kernels where they are there and take such a weight."""
+    """By the compiled kernels where they are there and take such a weight. What they read by its address is held apart
+    from the parameter, whose memory may be exchanged."""
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
     dtype = str(weight.dtype).removeprefix("torch.")
     if _fits(weight) and dtype in KINDS and (kernels := cpu_kernels(dtype, "dense")) is not None:
         return CompiledDense(weight, bias, kernels.product("dense", weight))

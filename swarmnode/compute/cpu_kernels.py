@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KINDS = {"bfloat16": ("int8", "int4", "dense"), "float32": ("dense",)}
 """Of weights, by the dtype of rows."""
 PREPARED = ("plain", "normed", "gated")
-"""What a product may make of its rows first, see `write_products`; a call gives the place in this list."""
+"""What a product may make of its rows first, see ENTRY in `product_code.py`; a call gives the place in this list."""
 PLAIN = PREPARED[0]
 MAX_ROWS = 8
 """Of x in one call."""
@@ -33,7 +33,7 @@ PADDED = 8
 """Zeros of a row's groups are filled up to a multiple of so many."""
 MAX_INPUTS = {"int8": 1 << 16, "int4": 1 << 16, "dense": 1 << 15}
 """A call keeps its rows on its thread's stack, as codes of 16 bits or floats: 1 MiB for MAX_ROWS of so many inputs,
-where threads have 8 MiB. The widest models' matrices have 53,248."""
+where threads have 8 MiB. The widest models' matrices have 53,248 and more than 32,768 stay torch's where dense."""
 _NEEDED = ("avx2", "fma")
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """What torch's own OpenMP brings into the process."""
@@ -62,6 +62,8 @@ class CpuKernels:
         from swarmnode.compute.dense_code import write_dense_products
         from swarmnode.compute.integer_code import write_integer_products
 
+        if kind not in KINDS[self.dtype_name]:
+            raise ValueError(f"no kernel multiplies {kind} weights with rows in {self.dtype_name}")
         if kind in self._functions:
             return
         text = write_dense_products(self.dtype_name) if kind == "dense" else write_integer_products(kind)

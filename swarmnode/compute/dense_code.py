@@ -144,8 +144,8 @@ class _Part:
         b, numbers = self.b, self.numbers
         row_bytes = b.mul(self.groups, I64(numbers.size * GROUP))
         weights = [b.gep(self.weights, [b.mul(column, row_bytes)]) for column in columns]
-        for rows in self._passes:
-            following = row_bytes if self.rows >= _FETCHED_FROM and rows is self._passes[-1] else None
+        for n, rows in enumerate(self._passes, 1):
+            following = row_bytes if self.rows >= _FETCHED_FROM and n == len(self._passes) else None
             sums = self._sums(weights, rows, following)
             for (row, column), total in zip(product(rows, columns), sums, strict=True):
                 value = across(b, total, b.fadd)

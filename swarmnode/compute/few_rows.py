@@ -1,4 +1,5 @@
-"""Multiply few rows of a step the way that a CPU does fastest, as measured at load.
+"""Multiply few rows of a step the way that a CPU does fastest, as measured at load: by compiled kernels, where they are
+there, up to the row count from which torch's are faster; else by what torch offers.
 
 What a dense product costs by rows is a staircase: libraries multiply two or three rows one by one, reading the weight
 for each, and share a kernel from four on, so that three rows may cost twice what four do. Zeros beside the rows are
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.projections import Projection
 
-_Way = TypeVar("_Way")
+_Each = TypeVar("_Each")
 
 WAYS = (
     *(Way(rows, turned=False) for rows in range(1, 9)),
@@ -30,12 +31,13 @@ WAYS = (
 )
 """One row alone may go beside a row of zeros too: turned, a large weight is read faster than by a row's own kernel."""
 _COMPARED = (1, 2, 4, 8, 16, 32)
-"""Row counts of the compiled kernels beside torch's."""
+"""Row counts for which the compiled kernels are held against torch's."""
 PAYS = 0.9
 """Of the cost of the plain way: less would be the noise of a busy machine."""
 _ROUNDS = 3
 _MEASURE_S = 0.1
-"""Per shape; after it no further round begins: a load takes about a second longer for all of this."""
+"""For all ways of a shape, or a row count; after it no further round begins: a load takes about a second longer for all
+of this."""
 _ENOUGH_BYTES = 32 << 20
 """Weights multiplied in turn: beyond what a core caches for itself, as they are in a step."""
 
@@ -54,13 +56,15 @@ def hasten_few_rows(projections: Iterable[Projection]) -> None:
 
 def _hasten_alike(group: Sequence[DenseProjection]) -> None:
     """Those of one shape and dtype."""
-    turns = group[: max(1, _ENOUGH_BYTES // group[0].weight.nbytes)]
+    enough = max(1, _ENOUGH_BYTES // group[0].weight.nbytes)
+    turns = group[:enough]
     compiled = [each for each in group if isinstance(each, CompiledDense)]
     if compiled:
-        many_rows = crossover([each for each in turns if isinstance(each, CompiledDense)])
+        many_rows = crossover(compiled[:enough])
         for projection in compiled:
             projection.many_rows = many_rows
-        return
+        if many_rows > 1:
+            return
     probe = torch.zeros((max(way.rows for way in WAYS), group[0].inputs), dtype=group[0].weight.dtype)
     ways = best_ways(measured(lambda way: _multiply(turns, probe, way), WAYS))
     for each in group:
@@ -68,13 +72,14 @@ def _hasten_alike(group: Sequence[DenseProjection]) -> None:
 
 
 def crossover(turns: Sequence[CompiledDense]) -> int:
-    """The row count from which torch's products are faster than the compiled ones."""
+    """The row count from which torch's products are faster than the compiled ones: behind the largest where they are
+    not, for torch's costs are steps."""
     probe = torch.zeros((max(_COMPARED), turns[0].inputs), dtype=turns[0].dtype)
-    for rows in _COMPARED:
+    for rows in reversed(_COMPARED):
         costs = measured(lambda own, part=probe[:rows]: _take_turns(turns, part, own), (True, False))  # type: ignore[misc]
-        if costs[False] < costs[True] * PAYS:
-            return rows
-    return 2 * max(_COMPARED)
+        if costs[True] * PAYS <= costs[False]:
+            return 2 * rows
+    return 1
 
 
 def best_ways(costs: Mapping[Way, float]) -> dict[int, Way]:
@@ -89,10 +94,11 @@ def best_ways(costs: Mapping[Way, float]) -> dict[int, Way]:
     return found
 
 
-def measured(multiply: Callable[[_Way], object], ways: Sequence[_Way]) -> dict[_Way, float]:
+def measured(multiply: Callable[[_Each], object], ways: Sequence[_Each]) -> dict[_Each, float]:
     """Seconds by way: the least of a few rounds in turn, so that a busy moment spoils no single one."""
     begun_s = time.perf_counter()
-    multiply(ways[0])
+    for way in ways:
+        multiply(way)
     costs = {way: timed(multiply, way) for way in ways}
     for _ in range(_ROUNDS - 1):
         if time.perf_counter() - begun_s > _MEASURE_S:

@@ -61,7 +61,7 @@ class Norm:
 
     def gain(self) -> Gain:
         """As compiled code takes it."""
-        return Gain(self._weight.float().contiguous(), self._eps)
+        return Gain(self._weight.detach().float().contiguous(), self._eps)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self._offset:

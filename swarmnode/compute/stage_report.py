@@ -126,6 +126,7 @@ def _cost_key(spec: WorkerSpec, engine: TorchEngine) -> dict[str, str | int]:
         "longest_piece": piece_tokens(spec),
         "threads": torch.get_num_threads(),
         "lean": int(model.lean is not None),
+        "kernels": model.kernels() or "",
         "version": f"{__version__}+torch{torch.__version__}",
     }
 

@@ -83,30 +83,37 @@ class CostSchedule:
 
     # pieces
 
-    def piece_positions(self, now: Pass, left: int) -> int:
-        n = min(left, self._piece_size(now, left) or left)
+    def piece_positions(self, now: Pass, left: int, whole: int = 0) -> int:
+        n = min(left, self._piece_size(now, whole or left) or left)
         return n if now.pieces_in_flight < self._pieces_ahead(now, n) else 0
 
-    def _piece_size(self, now: Pass, left: int) -> int:
-        """0: the whole prompt. While others decode, the largest size that holds them up no longer than `PIECE_MS`; a
-        prompt that has the ring for itself takes the one with which it is read soonest."""
+    def _piece_size(self, now: Pass, whole: int) -> int:
+        """0: the whole prompt. While others decode, the largest size that holds them up no longer than `PIECE_MS`; else
+        that with which so many positions are read soonest, until as many prompts as stages keep these at work."""
         largest = self._config.prefill_chunk
         if not largest:
             return 0
         sizes = [largest, *(size for size in PIECE_SIZES if size < largest)]
         if now.decoding:
             return next((size for size in sizes if self._bearable(size, now)), sizes[-1])
-        if now.prompts > 1 or not self._costs.compares_pieces:
+        if now.prompts > self._config.num_stages or not self._costs.compares_pieces:
             return largest
-        soonest = min(sizes, key=lambda size: self._reading_ms(size, left))
-        return soonest if self._reading_ms(soonest, left) < self._reading_ms(largest, left) * BETTER else largest
+        return self._soonest(sizes, whole, now.bytes_per_position)
 
-    def _reading_ms(self, size: int, left: int) -> float:
-        """Until so many positions are read in pieces of that size: small ones let later stages begin early, large ones
-        cost less in all."""
-        n = min(size, left)
+    def _soonest(self, sizes: Sequence[int], whole: int, position_bytes: int) -> int:
+        """Of equal pieces of about these sizes, none larger than the first."""
+        counts = [-(-whole // sizes[0]), *(max(1, round(whole / size)) for size in sizes[1:])]
+        parts = [-(-whole // count) for count in counts]
+        reading_ms = {n: self._reading_ms(n, whole, position_bytes) for n in parts}
+        best = min(parts, key=reading_ms.__getitem__)
+        return best if reading_ms[best] < reading_ms[parts[0]] * WORTH_A_TRY else parts[0]
+
+    def _reading_ms(self, n: int, whole: int, position_bytes: int) -> float:
+        """Until so many positions are read in pieces of `n`: small ones let later stages begin early, large ones cost
+        less in all, and fewer of them may be under way."""
         way = self._way(n, self._costs.piece_ms(n) or [])
-        return way.trip_ms + (left / n - 1) * way.slowest_ms
+        allowed = max(2, PIECE_BYTES_IN_FLIGHT // (position_bytes * n)) if position_bytes else math.inf
+        return way.trip_ms + (-(-whole // n) - 1) * max(way.slowest_ms, way.trip_ms / allowed)
 
     def _bearable(self, positions: int, now: Pass) -> bool:
         piece_ms = self._costs.piece_ms(positions)

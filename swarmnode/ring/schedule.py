@@ -38,8 +38,9 @@ class Schedule(Protocol):
     def group_rows(self, now: Pass) -> int:
         """Rows of the next decode group; 0 holds the ready ones back until something returns."""
 
-    def piece_positions(self, now: Pass, left: int) -> int:
-        """Positions of the next piece of a prompt with `left` to go; 0 sends none now."""
+    def piece_positions(self, now: Pass, left: int, whole: int = 0) -> int:
+        """Positions of the next piece of a prompt with `left` to go, of `whole` that it has to read in all (0: that are
+        left); 0 sends none now."""
 
 
 class SourceSchedule:
@@ -55,7 +56,7 @@ class SourceSchedule:
         cap = self._config.max_group or self._costs.unmeasured_rows
         return min(now.ready, rows, cap or rows)
 
-    def piece_positions(self, now: Pass, left: int) -> int:
+    def piece_positions(self, now: Pass, left: int, whole: int = 0) -> int:
         if now.pieces_in_flight >= self._config.num_stages:
             return 0
         return min(left, self._config.prefill_chunk or left)

@@ -84,7 +84,8 @@ class TurnPlan:
 
     def _next_piece(self, chosen: Pass, now: float) -> PieceWork | None:
         session = self._reading[0]
-        n = self._schedule.piece_positions(chosen, len(session.reading) - session.next_piece)
+        end = len(session.reading)
+        n = self._schedule.piece_positions(chosen, end - session.next_piece, end - session.cached_tokens)
         if n == 0:
             return None
         self._reading.popleft()

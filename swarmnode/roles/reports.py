@@ -135,7 +135,7 @@ class StepCosts(_Report):
 
 class ReadyStage(_Report):
     """A stage whose worker has loaded: where its lanes are dialled, what it can hold, its process on its machine, the
-    device and threads it really uses, whose kernels multiply its quantized weights, what its steps cost, where it
+    device and threads it really uses, whose kernels multiply its weights, what its steps cost, where it
     measured them, and how many rows a group may have where it did not (0: any number)."""
 
     address: Name

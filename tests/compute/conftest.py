@@ -23,7 +23,7 @@ def parity() -> Iterator[Parity]:
 
 @pytest.fixture
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packed weights are made for the compiled kernels, and torch has one thread."""
+    """The compiled kernels multiply few rows, and torch has one thread."""
     import torch
     from packed_kernels import take_kernels
 

@@ -109,14 +109,17 @@ CURVED = {32: 150.0, 64: 200.0, 128: 330.0, 256: 650.0}
 @pytest.mark.parametrize(
     ("costs", "now", "left", "positions"),
     [
-        pytest.param(STEEP, Pass(0), 2000, 64, id="small ones cost little more: later stages begin early"),
-        pytest.param(STEEP, Pass(0), 62, 32, id="a short prompt too"),
+        pytest.param(STEEP, Pass(0), 600, 67, id="small ones cost little more: later stages begin early"),
+        pytest.param(STEEP, Pass(0), 2000, 250, id="a long prompt has little of it"),
+        pytest.param(STEEP, Pass(0), 256, 32, id="all the more of a short prompt"),
+        pytest.param(STEEP, Pass(0), 62, 31, id="equal ones"),
         pytest.param(STEEP, Pass(0), 33, 33, id="no piece for one position"),
         pytest.param(STEEP, Pass(0), 20, 20, id="less than the smallest"),
-        pytest.param(FLAT, Pass(0), 2000, 256, id="a card: large ones cost little more"),
+        pytest.param(FLAT, Pass(0), 2000, 250, id="a card: large ones cost little more"),
         pytest.param(FLAT, Pass(0), 62, 62, id="a short prompt on a card"),
-        pytest.param(CURVED, Pass(0), 2000, 128, id="in between"),
-        pytest.param(STEEP, Pass(0, prompts=2), 2000, 256, id="others keep the stages at work"),
+        pytest.param(CURVED, Pass(0), 600, 120, id="in between"),
+        pytest.param(STEEP, Pass(0, prompts=2), 600, 67, id="as many prompts as stages"),
+        pytest.param(STEEP, Pass(0, prompts=3), 600, 256, id="more of them keep the stages at work"),
         pytest.param({256: 650.0}, Pass(0), 2000, 256, id="nothing to compare"),
     ],
 )
@@ -143,15 +146,29 @@ def test_p2_the_rest_of_a_prompt_is_one_piece() -> None:
 def test_p2_pieces_in_flight_fill_the_way_and_no_more() -> None:
     """Two stages of 700 ms, 20 ms of road: three under way keep both busy with one to spare."""
     ours = schedule(piece_ms=PIECES)
-    sent = [n for n in range(9) if ours.piece_positions(Pass(0, (), 2, n, 256 * n), 2000)]
+    sent = [n for n in range(9) if ours.piece_positions(Pass(0, (), 3, n, 256 * n), 2000)]
     assert sent == [0, 1, 2, 3]
 
 
 def test_p2_pieces_in_flight_are_bounded_by_bytes() -> None:
     ours = schedule(piece_ms=PIECES)
     heavy = PIECE_BYTES_IN_FLIGHT // 256
-    assert ours.piece_positions(Pass(0, (), 2, 1, 256, heavy), 2000) == 256  # two at least, or nothing overlaps
-    assert ours.piece_positions(Pass(0, (), 2, 2, 512, heavy), 2000) == 0
+    assert ours.piece_positions(Pass(0, (), 3, 1, 256, heavy), 2000) == 256  # two at least, or nothing overlaps
+    assert ours.piece_positions(Pass(0, (), 3, 2, 512, heavy), 2000) == 0
+
+
+def test_p2_pieces_are_as_small_as_lets_all_stages_have_one_where_few_bytes_may_be_under_way() -> None:
+    costs = CostModel(8)
+    for stage in range(8):
+        costs.start(stage, StageCosts(BATCHES_WELL, CURVED))
+    ours = CostSchedule(head_config(8, prefill_chunk=256), costs)
+    assert ours.piece_positions(Pass(0), 2000) == 125
+    assert ours.piece_positions(Pass(0, bytes_per_position=PIECE_BYTES_IN_FLIGHT // 256), 2000) == 33
+
+
+def test_p2_all_pieces_of_a_prompt_are_alike() -> None:
+    ours = schedule(piece_ms=STEEP)
+    assert [ours.piece_positions(Pass(0), left, 600) for left in (600, 400, 100, 60, 20)] == [67, 67, 67, 60, 20]
 
 
 def test_a_whole_prompt_is_sent_where_the_chunk_says_so() -> None:
