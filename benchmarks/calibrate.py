@@ -54,9 +54,10 @@ ROUNDS = 5
 """Costs, and how busy stages are that have these, are found in turn, until they hardly change."""
 
 
-def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, Any]:
-    about = RingUnderTest(STAGES, rtt_ms, dtype, threads, {"SWARM_SERVE_IN_FLIGHT": str(max(USERS))})
-    with running_ring(about) as ring, StageTimers(ring.model, ring.status, dtype, threads) as timers:
+def measure(rtt_ms: float, tokens: int, dtype: str) -> dict[str, Any]:
+    """Stages of one thread: what that computes is told apart from the rest."""
+    about = RingUnderTest(STAGES, rtt_ms, dtype, 1, {"SWARM_SERVE_IN_FLIGHT": str(max(USERS))})
+    with running_ring(about) as ring, StageTimers(ring.model, ring.status, dtype, 1) as timers:
         road_ms = ring.run(1, WARM_UP_TOKENS).timing_ms("link_ms")
         rows = [_row(ring, timers, road_ms, users, tokens) for users in USERS]
     return {
@@ -64,7 +65,7 @@ def measure(rtt_ms: float, tokens: int, dtype: str, threads: int) -> dict[str, A
         "proxies_ms": round(ring.road_ms, 2),
         "road_ms": round(road_ms, 2),
         "dtype": dtype,
-        "threads_per_stage": threads,
+        "threads_per_stage": 1,
         "worst": max(abs(row["off"]) for row in rows),
         "worst_alone": max(abs(row["off_alone"]) for row in rows),
         "rows": rows,
@@ -166,10 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rtt-ms", type=float, default=20.0, help="round trip between neighbours")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each reply")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="per stage")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     chosen = parser.parse_args(arguments)
-    report = measure(chosen.rtt_ms, chosen.tokens, chosen.dtype, chosen.threads)
+    report = measure(chosen.rtt_ms, chosen.tokens, chosen.dtype)
     worst = f"{report['worst']:.1%}, with costs alone {report['worst_alone']:.1%}"
     table = Table(title=f"{STAGES} stages, {report['rtt_ms']:g} ms; worst difference {worst}")
     names = ("users", "real_tokens_per_s", "simulated_tokens_per_s", "off", "off_alone", "host_ms")

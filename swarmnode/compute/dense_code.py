@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.llvm_code import Numbers, Value
 
-_AT_ONCE = {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
+_AT_ONCE = {1: 4, 2: 4, 3: 3, 4: 3, 5: 2, 6: 2}
 """Output rows that are multiplied at once, by rows of x: twelve registers hold sums at most, the rest weights and x.
 For more rows of x half of them pass first, then the others, while the weights lie in the core's own cache."""
-_FETCHED_FROM = 4
+_FETCHED_FROM = 3
 """From so many rows of x on computing takes so long that what is multiplied next is asked for meanwhile."""
 _EIGHTS = GROUP // LANES
 _CACHE_LINE = 64
