@@ -27,6 +27,9 @@ PIECE_SIZES = (256, 128, 64, 32)
 PIECE_MS = 500.0
 """A piece that decode steps wait behind may cost this, or `PIECE_STEPS` of them where those are slow."""
 PIECE_STEPS = 3
+SOONER = 0.9
+"""Smaller pieces than the largest are to end a prompt so much sooner: costs are those of first pieces, and small ones
+lose more behind a long past."""
 PIECE_BYTES_IN_FLIGHT = 8 << 20
 """Hidden states of pieces on the way: seconds of a home uplink, beyond what keeps it busy."""
 
@@ -106,7 +109,7 @@ class CostSchedule:
         parts = [-(-whole // count) for count in counts]
         reading_ms = {n: self._reading_ms(n, whole, position_bytes) for n in parts}
         best = min(parts, key=reading_ms.__getitem__)
-        return best if reading_ms[best] < reading_ms[parts[0]] * WORTH_A_TRY else parts[0]
+        return best if reading_ms[best] < reading_ms[parts[0]] * SOONER else parts[0]
 
     def _reading_ms(self, n: int, whole: int, position_bytes: int) -> float:
         """Until so many positions are read in pieces of `n`: small ones let later stages begin early, large ones cost

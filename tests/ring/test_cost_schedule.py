@@ -117,7 +117,7 @@ CURVED = {32: 150.0, 64: 200.0, 128: 330.0, 256: 650.0}
         pytest.param(STEEP, Pass(0), 20, 20, id="less than the smallest"),
         pytest.param(FLAT, Pass(0), 2000, 250, id="a card: large ones cost little more"),
         pytest.param(FLAT, Pass(0), 62, 62, id="a short prompt on a card"),
-        pytest.param(CURVED, Pass(0), 600, 120, id="in between"),
+        pytest.param(CURVED, Pass(0), 512, 128, id="in between"),
         pytest.param(STEEP, Pass(0, prompts=2), 600, 67, id="as many prompts as stages"),
         pytest.param(STEEP, Pass(0, prompts=3), 600, 256, id="more of them keep the stages at work"),
         pytest.param({256: 650.0}, Pass(0), 2000, 256, id="nothing to compare"),
