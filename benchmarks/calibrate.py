@@ -79,8 +79,7 @@ def _row(ring: Ring, timers: StageTimers, road_ms: float, users: int, tokens: in
     real = turns.tokens_per_s
     varies = timers.variation
     alone, _ = predicted(turns.costs, road_ms, users, varies)
-    costs = shared(lone, turns.costs, host_ms / (os.cpu_count() or 1), road_ms, users, varies)
-    simulated, _ = predicted(costs, road_ms, users, varies)
+    costs, simulated = shared(lone, turns.costs, host_ms / (os.cpu_count() or 1), road_ms, users, varies)
     return {
         "users": users,
         "real_tokens_per_s": round(real, 2),
@@ -110,17 +109,18 @@ def _host_ms(ring: Ring, users: int) -> float:
 
 def shared(
     lone: GroupCosts, busy: GroupCosts, host_ms: float, road_ms: float, users: int, varies: float = 0.0
-) -> GroupCosts:
+) -> tuple[GroupCosts, float]:
     """Costs between `lone`, while the other stage rests, and `busy`, while it computes without a pause, with `host_ms`
-    on top for each row; by which share of its own steps each stage computes beside the other in the simulated ring."""
-    shares, costs = [1.0] * STAGES, busy
+    on top for each row; by which share of its own steps each stage computes beside the other in the simulated ring. And
+    that ring's tokens per second."""
+    shares, costs, rate = [1.0] * STAGES, busy, 0.0
     for _ in range(ROUNDS):
         costs = [
             {n: ms + share * (table_busy[n] + n * host_ms - ms) for n, ms in table.items()}
             for table, table_busy, share in zip(lone, busy, shares, strict=True)
         ]
-        _, shares = predicted(costs, road_ms, users, varies)
-    return costs
+        rate, shares = predicted(costs, road_ms, users, varies)
+    return costs, rate
 
 
 def predicted(costs: GroupCosts, road_ms: float, users: int, varies: float = 0.0) -> tuple[float, list[float]]:
@@ -155,10 +155,10 @@ def overlap_s(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float,
     for begin, end in ours:
         while at < len(theirs) and theirs[at][1] <= begin:
             at += 1
-        for other_begin, other_end in theirs[at:]:
-            if other_begin >= end:
-                break
-            total_s += min(end, other_end) - max(begin, other_begin)
+        last = at
+        while last < len(theirs) and theirs[last][0] < end:
+            total_s += min(end, theirs[last][1]) - max(begin, theirs[last][0])
+            last += 1
     return total_s
 
 

@@ -26,6 +26,7 @@ from swarmnode.compute.llvm_code import (
     across,
     at,
     floats,
+    handed,
     load,
     loop,
     splat,
@@ -175,10 +176,8 @@ def _order(b: Any, numbers: Numbers, head: Value, dim: Value, scaling: Value) ->
 def _write_part(library: Library, numbers: Numbers) -> Any:
     """part([block, step]): one thread's share of (row, head)."""
     function, b = library.function("attend_part", POINTER)
-    block, step = (
-        Record(b, load(b, function.args[0], 8 * n, POINTER, 8), names)
-        for n, names in enumerate((BLOCK_SLOTS, STEP_SLOTS))
-    )
+    records = zip(handed(b, function.args[0], pointers=2), (BLOCK_SLOTS, STEP_SLOTS), strict=True)
+    block, step = (Record(b, pointer, names) for pointer, names in records)
     dim, heads = block("head_dim"), block("heads")
     group = b.sdiv(heads, block("kv_heads"))
     scores, sums = (b.bitcast(b.alloca(F32, size), POINTER) for size in (I64(_POSITIONS), dim))

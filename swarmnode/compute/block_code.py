@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_block(dtype: str) -> str:
-    """A module of block(block, step): records of BLOCK_SLOTS and STEP_SLOTS, for rows in `dtype`, one of KINDS."""
+    """A module of block(block, step): records of BLOCK_SLOTS and STEP_SLOTS, for rows in `dtype`, one of NUMBERS."""
     library = Library(ir.Module("block"))
     _write_block(library, write_attention(library, NUMBERS[dtype]))
     return str(library.module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarmnode.compute.cpu_kernels import KINDS, MAX_INPUTS, TILE, cpu_kernels
+from swarmnode.compute.cpu_kernels import MAX_INPUTS, TILE, cpu_kernels
 from swarmnode.compute.projections import DEFAULT_ROWS, GROUP, DenseProjection
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class CompiledDense(DenseProjection):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         if flat.shape[0] >= self.many_rows:
-            return super().__call__(rows)
+            return self.many(rows)
         return self.few(flat).view(*rows.shape[:-1], self._product.outputs)
 
     def few(self, rows: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class CompiledDense(DenseProjection):
         return out if self._bias is None else out.add_(self._bias)
 
     def many(self, rows: torch.Tensor) -> torch.Tensor:
-        """(n, in) rows by torch, however few they are."""
+        """(…, in) rows by torch, however few they are."""
         return super().__call__(rows)
 
 
@@ -58,8 +58,7 @@ def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> DenseProjection:
     """By the compiled kernels where they are there and take such a weight. What they read by its address is held apart
     from the parameter, whose memory may be exchanged."""
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    dtype = str(weight.dtype).removeprefix("torch.")
-    if _fits(weight) and dtype in KINDS and (kernels := cpu_kernels(dtype, "dense")) is not None:
+    if _fits(weight) and (kernels := cpu_kernels(weight.dtype, "dense")) is not None:
         return CompiledDense(weight, bias, kernels.product("dense", weight))
     return DenseProjection(weight, bias)
 

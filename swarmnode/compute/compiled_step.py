@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from swarmnode.compute.block_layout import BLOCK_SLOTS, MATRIX_NAMES, SESSION_SLOTS, STEP_SLOTS
-from swarmnode.compute.cpu_kernels import KINDS, MAX_ROWS, cpu_kernels, readable
+from swarmnode.compute.cpu_kernels import MAX_ROWS, cpu_kernels, readable
 from swarmnode.errors import StageFailed
 
 if TYPE_CHECKING:
@@ -123,8 +123,9 @@ class CompiledStep:
 
     def __init__(self, kernels: CpuKernels, blocks: Sequence[BlockParts]) -> None:
         first = blocks[0]
-        self._held = kernels, tuple(blocks)
-        self._call, self._dtype, self._dtype_name = kernels.block, kernels.dtype, kernels.dtype_name
+        self._kernels, self._blocks = kernels, tuple(blocks)
+        """Held: the code and the memory that it reads by address."""
+        self._call, self._dtype = kernels.block, kernels.dtype
         self._records = [(ctypes.c_int64 * len(BLOCK_SLOTS))(*block.record()) for block in blocks]
         self._hidden, self._head_dim = first.qkv.inputs, first.head_dim
         self._position = torch.empty((1, first.kv_heads, 1, first.head_dim), dtype=first.dtype)
@@ -156,9 +157,10 @@ class CompiledStep:
             and len(rotations) == len(self._records)
             and all(table.shape == (count, 1, 1, self._head_dim) and readable(table, self._dtype) for table in tables)
         ):
+            taken = f"{self._kernels.dtype_name} rows of {self._hidden} and heads of {self._head_dim}"
             raise StageFailed(
                 f"a step of {count} sessions got rows {list(rows.shape)} {rows.dtype} and {len(rotations)} rotations: "
-                f"the compiled blocks take {self._dtype_name} rows of {self._hidden} and heads of {self._head_dim}"
+                f"the compiled blocks take {taken}"
             )
 
     def _run_few(
@@ -197,8 +199,7 @@ def compiled_step(blocks: Sequence[BlockParts | None]) -> CompiledStep | None:
     if not found or len(found) != len(blocks):
         return None
     shapes = {(b.dtype, b.qkv.inputs, b.heads, b.kv_heads, b.head_dim, b.down.inputs) for b in found}
-    dtype = str(found[0].dtype).removeprefix("torch.")
-    kernels = cpu_kernels(dtype) if dtype in KINDS else None
+    kernels = cpu_kernels(found[0].dtype)
     return CompiledStep(kernels, found) if kernels is not None and len(shapes) == 1 else None
 
 

@@ -20,7 +20,7 @@ from swarmnode.compute.projections import GROUP
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-KINDS = {"bfloat16": ("int8", "int4", "dense"), "float32": ("dense",)}
+KINDS = {torch.bfloat16: ("int8", "int4", "dense"), torch.float32: ("dense",)}
 """Of weights, by the dtype of rows."""
 PREPARED = ("plain", "normed", "gated")
 """What a product may make of its rows first, see ENTRY in `product_code.py`; a call gives the place in this list."""
@@ -45,15 +45,14 @@ class CpuKernels:
     """The compiled code for rows of one dtype; it lives as long as this does. `compile_code` takes a module's text and
     gives what then finds the addresses of its functions by their names."""
 
-    def __init__(self, compile_code: Callable[[str], Callable[[str], int]], dtype: str) -> None:
+    def __init__(self, compile_code: Callable[[str], Callable[[str], int]], dtype: torch.dtype) -> None:
         from swarmnode.compute.block_code import write_block
 
         self._compile = compile_code
-        self.dtype_name = dtype
-        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.dtype, self.dtype_name = dtype, str(dtype).removeprefix("torch.")
         self._functions: dict[str, list[Callable[..., None]]] = {}
         self._entries: dict[str, ctypes.Array[ctypes.c_int64]] = {}
-        self.block = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2)(compile_code(write_block(dtype))("block"))
+        self.block = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2)(compile_code(write_block(self.dtype_name))("block"))
         """One block's step of up to MAX_ROWS rows: addresses of records as `block_layout.py` has them."""
 
     def add(self, kind: str) -> None:
@@ -62,7 +61,7 @@ class CpuKernels:
         from swarmnode.compute.dense_code import write_dense_products
         from swarmnode.compute.integer_code import write_integer_products
 
-        if kind not in KINDS[self.dtype_name]:
+        if kind not in KINDS[self.dtype]:
             raise ValueError(f"no kernel multiplies {kind} weights with rows in {self.dtype_name}")
         if kind in self._functions:
             return
@@ -173,9 +172,11 @@ def readable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def cpu_kernels(dtype: str, *kinds: str) -> CpuKernels | None:
+def cpu_kernels(dtype: torch.dtype, *kinds: str) -> CpuKernels | None:
     """For rows of `dtype` and weights of these of its KINDS. Takes a second the first time. None where they cannot be:
-    the log says why."""
+    the log says why, but for a dtype that has none."""
+    if dtype not in KINDS:
+        return None
     try:
         kernels = _kernels_for(dtype)
         if kernels is not None:
@@ -191,7 +192,7 @@ def cpu_kernels(dtype: str, *kinds: str) -> CpuKernels | None:
 
 
 @functools.cache
-def _kernels_for(dtype: str) -> CpuKernels | None:
+def _kernels_for(dtype: torch.dtype) -> CpuKernels | None:
     """Raises ImportError, OSError or RuntimeError where llvmlite is not there or does not work."""
     import llvmlite.binding as llvm
 

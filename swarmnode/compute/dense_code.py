@@ -28,11 +28,12 @@ from swarmnode.compute.llvm_code import (
     Library,
     across,
     at,
+    handed,
     load,
     loop,
     store,
 )
-from swarmnode.compute.product_code import ENTRY, call_prepared, row_reader, store_number
+from swarmnode.compute.product_code import ENTRY, call_prepared, passes, row_reader, store_number
 from swarmnode.compute.projections import GROUP
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ _FETCHED_FROM = 3
 """From so many rows of x on computing takes so long that what is multiplied next is asked for meanwhile."""
 _EIGHTS = GROUP // LANES
 _CACHE_LINE = 64
-_POINTERS = 5
-"""Of what an entry hands to its part: out, weights, bias, residual, arranged."""
 
 
 def write_dense_products(dtype: str) -> str:
@@ -94,8 +93,7 @@ def _write_entry(library: Library, rows: int, arrange: Mapping[str, Any], part: 
 def _write_part(library: Library, numbers: Numbers, rows: int) -> Any:
     """part(arguments): one thread's output rows, all rows of x; the arguments are those that the entry stores."""
     function, b = library.function(f"dense_{rows}_part", POINTER)
-    fields = [load(b, function.args[0], 8 * n, kind, 8) for n, kind in enumerate([POINTER] * _POINTERS + [I64] * 2)]
-    part = _Part(library, b, numbers, rows, *fields)
+    part = _Part(library, b, numbers, rows, *handed(b, function.args[0], pointers=5, sizes=2))
     at_once = part.at_once
     apart = b.sdiv(part.outputs, I64(at_once))
     begin, end = library.own_share(b, apart)
@@ -135,9 +133,7 @@ class _Part:
 
     @property
     def _passes(self) -> list[range]:
-        """Rows of x that meet a weight together."""
-        count = -(-self.rows // -(-self.rows // max(_AT_ONCE)))
-        return [range(begin, min(begin + count, self.rows)) for begin in range(0, self.rows, count)]
+        return passes(self.rows, max(_AT_ONCE))
 
     def multiply(self, columns: Sequence[Value]) -> None:
         """The weight's rows `columns` with every row of x."""

@@ -39,12 +39,13 @@ from swarmnode.compute.llvm_code import (
     across,
     at,
     floats,
+    handed,
     load,
     loop,
     splat,
     store,
 )
-from swarmnode.compute.product_code import ENTRY, call_prepared, row_reader, store_number
+from swarmnode.compute.product_code import ENTRY, call_prepared, passes, row_reader, store_number
 from swarmnode.compute.projections import GROUP
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ _AT_ONCE = {
 """Output rows that are multiplied at once, by rows of x: what was fastest. More rows of x than are named pass over a
 tile's weights again, which then lie in the core's own cache. In eight bits two output rows share what is read of x; in
 four, two more registers hold scales, and codes are dear to take apart, so one output row meets all rows of x."""
-_POINTERS = 8
-"""Of what an entry hands to its part: out, weights, beside, bias, residual, codes, sums, scales."""
 _LIMIT = 32767.0
 _ROWS = NUMBERS["bfloat16"]
 _SMALLEST = 1e-30
@@ -124,8 +123,7 @@ def _encode_group(library: Library, b: Any, parts: Sequence[Value], target: Valu
 def _write_part(library: Library, kind: str, rows: int) -> Any:
     """part(arguments): one thread's tiles, all rows; the arguments are those that the entry stores."""
     function, b = library.function(f"{kind}_{rows}_part", POINTER)
-    fields = [load(b, function.args[0], 8 * n, t, 8) for n, t in enumerate([POINTER] * _POINTERS + [I64] * 2)]
-    part = _Part(library, b, kind, rows, *fields)
+    part = _Part(library, b, kind, rows, *handed(b, function.args[0], pointers=8, sizes=2))
     loop(b, *library.own_share(b, part.tiles), 1, part.write_tile)
     b.ret_void()
     return function
@@ -151,9 +149,7 @@ class _Part:
     groups: Value
 
     def write_tile(self, tile: Value, _: Sequence[Value]) -> None:
-        few = -(-self.rows // -(-self.rows // max(_AT_ONCE[self.kind])))
-        for begin in range(0, self.rows, few):
-            rows = range(begin, min(begin + few, self.rows))
+        for rows in passes(self.rows, max(_AT_ONCE[self.kind])):
             at_once = _AT_ONCE[self.kind][len(rows)]
             for first in range(0, TILE, at_once):
                 lanes = range(first, first + at_once)

@@ -65,8 +65,8 @@ class Library:
         return b.sdiv(b.mul(count, thread), team), b.sdiv(b.mul(count, b.add(thread, I64(1))), team)
 
     def run(self, b: Any, part: Any, values: Sequence[Value], threads: Value) -> None:
-        """Calls part(record) in each of a team's threads, the record of `values`, 64 bits each; one thread alone needs
-        no team."""
+        """Calls part(record) in each of a team's threads, the record of `values`, 64 bits each, which the part has from
+        `handed`; one thread alone needs no team."""
         arguments = b.bitcast(b.alloca(I64, len(values)), POINTER)
         for n, value in enumerate(values):
             store(b, value, arguments, 8 * n, 8)
@@ -96,6 +96,11 @@ class Library:
         """1 / √(mean + eps) in eight lanes, of `squares` that add up to the sum over `count` numbers."""
         mean = b.fdiv(across(b, squares, b.fadd), b.sitofp(count, F32))
         return splat(b, b.fdiv(F32(1.0), b.call(self.root, [b.fadd(mean, eps)])), FLOATS)
+
+
+def handed(b: Any, record: Value, pointers: int, sizes: int = 0) -> list[Value]:
+    """The values of which `Library.run` made a record: so many pointers, then so many integers."""
+    return [load(b, record, 8 * n, kind, 8) for n, kind in enumerate([POINTER] * pointers + [I64] * sizes)]
 
 
 class Record:

@@ -36,6 +36,12 @@ def call_prepared(b: Any, prepared: Value, functions: Mapping[str, Any], argumen
             b.call(functions[name], arguments)
 
 
+def passes(rows: int, most: int) -> list[range]:
+    """Rows of x that meet a weight together: at most so many, and nearly as many each time."""
+    count = -(-rows // -(-rows // most))
+    return [range(begin, min(begin + count, rows)) for begin in range(0, rows, count)]
+
+
 def row_reader(
     library: Library,
     b: Any,

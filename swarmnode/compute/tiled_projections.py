@@ -162,7 +162,7 @@ def _tiled(method: str, weight: Matrix, bias: torch.Tensor | None, blocks: Seque
 
 
 def _kernels(method: str) -> CpuKernels | None:
-    return cpu_kernels("bfloat16", "int4" if method == "int4-fast" else "int8")
+    return cpu_kernels(torch.bfloat16, "int4" if method == "int4-fast" else "int8")
 
 
 def _by_torch(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from swarmnode.ring.partition import Partition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 SEEN_WINDOW = 9
 """Steps remembered per size: their median outlives a hiccup and follows growing contexts."""
@@ -128,13 +128,13 @@ class CostModel:
 
     @property
     def plans(self) -> bool:
-        """Enough is known to compare groups: at least two sizes on every stage."""
-        return all(len(table.known()) > 1 for table in self._groups)
+        """Enough is known to compare groups."""
+        return _comparable(self._groups)
 
     @property
     def compares_pieces(self) -> bool:
-        """Enough is known to compare pieces of several sizes: at least two sizes on every stage."""
-        return all(len(table.known()) > 1 for table in self._pieces)
+        """Enough is known to compare pieces of several sizes."""
+        return _comparable(self._pieces)
 
     @property
     def road_ms(self) -> float:
@@ -162,3 +162,8 @@ class CostModel:
         """Each stage's cost of a piece; None until something is known of every stage."""
         costs = [table.between(positions) for table in self._pieces]
         return None if None in costs else [ms or 0.0 for ms in costs]
+
+
+def _comparable(tables: Iterable[CostTable]) -> bool:
+    """At least two sizes are known on every stage."""
+    return all(len(table.known()) > 1 for table in tables)

@@ -86,21 +86,22 @@ LONE, BUSY = [{1: 10.0, 8: 10.0}, {1: 20.0, 8: 20.0}], [{1: 20.0, 8: 20.0}, {1: 
 
 def test_one_users_stages_are_never_at_work_at_once() -> None:
     """30 ms of road, stages of 10 and 20 ms while the other rests."""
-    assert shared(LONE, BUSY, 5.0, 30.0, 1) == LONE
-    assert predicted(LONE, 30.0, 1)[0] == pytest.approx(1000 / 60, rel=1e-3)
+    costs, rate = shared(LONE, BUSY, 5.0, 30.0, 1)
+    assert costs == LONE
+    assert rate == predicted(LONE, 30.0, 1)[0] == pytest.approx(1000 / 60, rel=1e-3)
 
 
 def test_what_a_full_stage_costs_the_other() -> None:
     """Eight users, whose rows cost one by one, fill the slower one: it never pauses, and the other goes beside it."""
     lone, busy = [{1: 10.0, 8: 80.0}, {1: 20.0, 8: 160.0}], [{1: 20.0, 8: 160.0}, {1: 40.0, 8: 320.0}]
-    first, second = shared(lone, busy, 0.0, 0.0, 8)
+    (first, second), _ = shared(lone, busy, 0.0, 0.0, 8)
     assert first[8] == pytest.approx(160.0, rel=0.03)
     assert second[8] == pytest.approx(160 + 160 * first[8] / second[8], rel=0.03)
 
 
 def test_every_row_of_full_stages_takes_its_part_of_what_nodes_and_users_compute() -> None:
     alike = [{1: 10.0, 8: 80.0}] * 2
-    for table in shared(alike, alike, 1.5, 0.0, 8):
+    for table in shared(alike, alike, 1.5, 0.0, 8)[0]:
         assert table == pytest.approx({1: 11.5, 8: 92.0}, rel=0.01)
 
 

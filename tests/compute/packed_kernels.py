@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from swarmnode.compute import compiled_dense, few_rows, tiled_projections
 from swarmnode.compute.cpu_kernels import cpu_kernels
 
-ALL_KERNELS = ("torch", *(["compiled"] if cpu_kernels("bfloat16") is not None else []))
+ALL_KERNELS = ("torch", *(["compiled"] if cpu_kernels(torch.bfloat16) is not None else []))
 """The compiled ones where llvmlite and AVX2 are."""
 NEEDS_COMPILED = pytest.mark.skipif("compiled" not in ALL_KERNELS, reason="needs llvmlite and a CPU with AVX2")
 

@@ -98,10 +98,16 @@ def test_many_rows_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_weights_that_the_code_would_misread_are_torchs(weight: torch.Tensor, reason: str) -> None:
     assert type(dense(weight, None)) is DenseProjection, reason
-    kernels = cpu_kernels("float32", "dense")
+    kernels = cpu_kernels(torch.float32, "dense")
     assert kernels is not None
     with pytest.raises(ValueError, match=r"the kernel reads |the kernel's stack has room"):
         kernels.product("dense", weight)
+
+
+def test_kernels_for_rows_of_another_dtype_are_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel multiplies int8 weights with rows in float32"):
+        cpu_kernels(torch.float32, "int8")
+    assert cpu_kernels(torch.float16, "dense") is None
 
 
 def test_without_compiled_kernels_torchs_serve(monkeypatch: pytest.MonkeyPatch) -> None:

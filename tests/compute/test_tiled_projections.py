@@ -43,6 +43,12 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 
 
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made anew by whoever asks."""
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("out", "inputs"), SHAPES)
 def test_every_row_count_gives_the_product_with_the_unpacked_weight(method: str, out: int, inputs: int) -> None:
@@ -129,14 +135,14 @@ def test_rows_that_the_code_would_misread_are_refused(method: str, rows: torch.T
     ],
 )
 def test_weights_that_lie_otherwise_are_refused(kind: str, weight: torch.Tensor, beside: torch.Tensor) -> None:
-    kernels = cpu_kernels("bfloat16")
+    kernels = cpu_kernels(torch.bfloat16)
     assert kernels is not None
     with pytest.raises(ValueError, match=f"{kind} weights as .*: the kernel reads "):
         kernels.product(kind, weight, beside)
 
 
 def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> None:
-    kernels = CpuKernels(lambda _text: lambda _name: 1, "bfloat16")
+    kernels = CpuKernels(lambda _text: lambda _name: 1, torch.bfloat16)
     kernels.add("int8")
     weight, scales = torch.zeros(2, 2, 4, 32).char(), torch.zeros(2, 4).bfloat16()
     product = kernels.product("int8", weight, scales)
@@ -152,7 +158,7 @@ def test_a_product_holds_the_code_and_the_memory_that_it_reads_by_address() -> N
 def test_more_inputs_than_a_threads_stack_has_room_for_are_torchs() -> None:
     assert isinstance(packed("int8", weights(4, WIDEST), None), TiledInt8Projection)
     assert isinstance(packed("int8", weights(4, WIDEST + GROUP), None), Int8Projection)
-    kernels, groups = cpu_kernels("bfloat16", "int8"), WIDEST // GROUP + 1
+    kernels, groups = cpu_kernels(torch.bfloat16, "int8"), WIDEST // GROUP + 1
     assert kernels is not None
     with pytest.raises(ValueError, match="65,568 inputs: the kernel's stack has room for 65,536"):
         kernels.product("int8", torch.zeros(1, groups, 4, 32).char(), torch.zeros(1, 4).bfloat16())
@@ -259,10 +265,9 @@ def test_sizes() -> None:
 
 
 def test_without_llvmlite_torchs_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
+    forget_kernels(monkeypatch)
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert cpu_kernels.__wrapped__("bfloat16", "int8") is None
+    assert cpu_kernels.__wrapped__(torch.bfloat16, "int8") is None
 
 
 class _NoLibrary:
@@ -276,11 +281,10 @@ class _NoLibrary:
 def test_where_llvmlites_library_does_not_load_torchs_kernels_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
+    forget_kernels(monkeypatch)
     monkeypatch.delitem(sys.modules, "llvmlite.binding")
     monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
-    assert cpu_kernels.__wrapped__("bfloat16", "int8") is None
+    assert cpu_kernels.__wrapped__(torch.bfloat16, "int8") is None
     assert "none can be compiled here: Could not find/load shared object" in caplog.text
 
 
@@ -290,8 +294,7 @@ def test_where_no_code_may_be_made_torchs_kernels_serve(
     def refuse(*_: object) -> None:
         raise RuntimeError("LLVM ERROR: Unable to allocate section memory")
 
-    monkeypatch.undo()
-    monkeypatch.setattr(kernels_module, "_kernels_for", kernels_module._kernels_for.__wrapped__)
+    forget_kernels(monkeypatch)
     monkeypatch.setattr("llvmlite.binding.create_mcjit_compiler", refuse)
-    assert cpu_kernels.__wrapped__("bfloat16", "int8") is None
+    assert cpu_kernels.__wrapped__(torch.bfloat16, "int8") is None
     assert "none can be compiled here: LLVM ERROR" in caplog.text
