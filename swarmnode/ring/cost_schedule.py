@@ -92,14 +92,16 @@ class CostSchedule:
 
     def _piece_size(self, now: Pass, whole: int) -> int:
         """0: the whole prompt. While others decode, the largest size that holds them up no longer than `PIECE_MS`; else
-        that with which so many positions are read soonest, until as many prompts as stages keep these at work."""
+        that with which so many positions are read soonest, until as many prompts as stages keep these at work. Whoever
+        asked for larger pieces than usual, or for whole prompts, has them."""
         largest = self._config.prefill_chunk
         if not largest:
             return 0
         sizes = [largest, *(size for size in PIECE_SIZES if size < largest)]
         if now.decoding:
             return next((size for size in sizes if self._bearable(size, now)), sizes[-1])
-        if now.prompts > self._config.num_stages or not self._costs.compares_pieces:
+        asked = largest > PIECE_SIZES[0]
+        if asked or now.prompts > self._config.num_stages or not self._costs.compares_pieces:
             return largest
         return self._soonest(sizes, whole, now.bytes_per_position)
 

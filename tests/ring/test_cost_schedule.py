@@ -166,6 +166,18 @@ def test_p2_pieces_are_as_small_as_lets_all_stages_have_one_where_few_bytes_may_
     assert ours.piece_positions(Pass(0, bytes_per_position=PIECE_BYTES_IN_FLIGHT // 256), 2000) == 33
 
 
+def test_p1_pieces_that_were_asked_for_larger_than_usual_are_not_cut() -> None:
+    """0, whole prompts, reaches the head as 1,024: more than any frame carries."""
+    costs = CostModel(2)
+    for stage in range(2):
+        costs.start(stage, StageCosts(BATCHES_WELL, STEEP))
+    sizes = {
+        chunk: CostSchedule(head_config(2, prefill_chunk=chunk), costs).piece_positions(Pass(0), 900)
+        for chunk in (256, 512, 1024)
+    }
+    assert sizes == {256: 225, 512: 512, 1024: 900}
+
+
 def test_p2_all_pieces_of_a_prompt_are_alike() -> None:
     ours = schedule(piece_ms=STEEP)
     assert [ours.piece_positions(Pass(0), left, 600) for left in (600, 400, 100, 60, 20)] == [67, 67, 67, 60, 20]
